@@ -1,0 +1,85 @@
+"""Every error that dcr raises on purpose.
+
+One small tree. A message says what was expected, what was found, and what to do next.
+Errors that a peer caused derive from `RemoteError`, those of the caller from `LocalError`.
+"""
+
+
+class DcrError(Exception):
+    """Root of all errors raised by dcr."""
+
+
+class LocalError(DcrError):
+    """The caller, or this process, did something that is not allowed."""
+
+
+class RemoteError(DcrError):
+    """What arrived from outside (a peer, a file, a link) is not acceptable."""
+
+
+class SchemaError(LocalError):
+    """Tensors, names, dtypes or shapes do not fit what was declared."""
+
+
+class LayoutError(LocalError):
+    """A box or a region does not fit its storage, or two of them claim one element."""
+
+
+class BudgetError(LocalError):
+    """A lease was asked for that the byte budget can never grant."""
+
+
+class StateError(LocalError):
+    """The call is not legal in the present state; the message names both."""
+
+
+class PluginError(LocalError):
+    """An entry point is missing, ambiguous, or failed to load."""
+
+
+class StorageRebound(LocalError):
+    """A weight no longer lives where it lived when its placement was bound."""
+
+
+class WireError(RemoteError):
+    """Bytes that are not a valid message: truncated, oversized, flipped, or of another version."""
+
+
+class PayloadError(RemoteError):
+    """A chunk does not match the digest in its seal, or does not decode."""
+
+    def __init__(self, message: str, *, frame: int | None = None) -> None:
+        super().__init__(message)
+        self.frame = frame
+
+
+class IncompleteError(RemoteError):
+    """A link closed, or a seal arrived, before everything that was promised."""
+
+
+class RunMismatch(RemoteError):
+    """A message belongs to another run, or to a term that has been superseded."""
+
+
+class BaseMismatch(RemoteError):
+    """The version or the bits that a delta starts from are not the ones held here."""
+
+
+class DigestMismatch(RemoteError):
+    """Two digests that must agree do not."""
+
+
+class VoteError(RemoteError):
+    """Not enough members prepared an attempt; the version was given up."""
+
+
+class Fenced(RemoteError):
+    """Another publisher took a later term: this one may no longer move the head."""
+
+
+class Poisoned(DcrError):
+    """A member may hold half a version; it must not serve until it has been seeded again."""
+
+
+class ReadBackError(DcrError):
+    """Live memory did not hold what was just written to it."""

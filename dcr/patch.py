@@ -1,0 +1,82 @@
+"""Patches and changes: the changed elements of one frame, before and after the wire.
+
+    N  elements of a frame      K  changed elements
+
+A `Patch` holds absolute new bits: it is what the publisher keeps until the commit. A `Change` holds the values that
+travel: relative to old bits, or absolute.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+
+from dcr.frames import Frame
+from dcr.views import Bits, Lanes, Positions
+
+
+class Operation(enum.IntEnum):
+    """How a change's values combine with the old bits (all modulo 2^width)."""
+
+    OVERWRITE = 0  # new = value
+    XOR = 1  # new = old ^ value
+    STEP = 2  # new = old + value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patch:
+    """Changed elements of one frame.
+
+    positions: uint32 [K], ascending, or None when all N elements are given.
+    bits: absolute new bits [K] (or [N]).
+    base: the frame's old bits [N], borrowed from the baseline, valid until the commit; None if there are none.
+    old_sums, new_sums: digest sums [tensors of the frame, 2] over the changed elements.
+    """
+
+    frame: Frame
+    positions: Positions | None
+    bits: Bits
+    base: Bits | None
+    old_sums: Lanes
+    new_sums: Lanes
+
+    @property
+    def changed(self) -> int:
+        """Number of changed elements (all of them when dense)."""
+        return len(self.bits)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held for this patch, in bytes."""
+        return self.bits.nbytes + (0 if self.positions is None else self.positions.nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """What a chunk says about one frame: values [K] at positions [K], or all N values (positions None)."""
+
+    operation: Operation
+    positions: Positions | None
+    values: Bits
+
+
+def relative(patch: Patch, operation: Operation) -> Change:
+    """A patch as values to send; a patch without a base, or a dense one, can only overwrite."""
+    if patch.base is None or patch.positions is None or operation is Operation.OVERWRITE:
+        return Change(Operation.OVERWRITE, patch.positions, patch.bits)
+    old = patch.base[patch.positions]
+    values = patch.bits ^ old if operation is Operation.XOR else patch.bits - old
+    return Change(operation, patch.positions, values)
+
+
+def resolve(change: Change, old: Bits) -> Bits:
+    """Absolute new bits [K] of a change, given the old bits [K] at its positions."""
+    match change.operation:
+        case Operation.XOR:
+            return np.bitwise_xor(change.values, old)
+        case Operation.STEP:
+            return np.add(change.values, old)
+        case _:
+            return change.values

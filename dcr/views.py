@@ -1,0 +1,99 @@
+"""Tables of strided regions: the one argument shape that every kernel takes.
+
+    B  boxes (rows of a table)        N  elements of a table, numbered over its rows one after another
+
+A `Table` says where N elements lie: in which storages, at which offsets and strides, and which canonical element
+each of them is. Positions (uint32) are numbers within one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dcr.boxes import MAX_DIMS, Box, Dim
+from dcr.errors import LayoutError
+
+# Columns of a row, all int64, all in elements.
+STORAGE, HERE, TENSOR, THERE, NDIM = range(5)
+SIZES = slice(5, 5 + MAX_DIMS)
+HERE_STRIDES = slice(5 + MAX_DIMS, 5 + 2 * MAX_DIMS)
+THERE_STRIDES = slice(5 + 2 * MAX_DIMS, 5 + 3 * MAX_DIMS)
+COLUMNS = 5 + 3 * MAX_DIMS
+
+# uint8, uint16, uint32 or uint64: bits, never values.
+Bits = NDArray[np.unsignedinteger]
+Positions = NDArray[np.uint32]
+Rows = NDArray[np.int64]
+Lanes = NDArray[np.uint64]  # [tensors, 2]
+
+UNSIGNED: dict[int, np.dtype[np.unsignedinteger]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.uint16),
+    4: np.dtype(np.uint32),
+    8: np.dtype(np.uint64),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Strided regions over host storages.
+
+    storages: 1-D unsigned arrays of one width, each a whole storage; they are borrowed and must outlive the table.
+    rows: int64 [B, COLUMNS], one box each. Column TENSOR is an index into whatever per-tensor array goes with the
+    table (keys, digest lanes).
+
+    Raises:
+        LayoutError: a row leaves its storage, or storages differ in width.
+    """
+
+    storages: tuple[Bits, ...]
+    rows: Rows
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if len({storage.dtype for storage in self.storages}) > 1:
+            raise LayoutError("the storages of one table must have one width")
+        total = 0
+        for index, row in enumerate(self.rows):
+            storage, box = int(row[STORAGE]), box_of(row)
+            low, high = box.here_bounds
+            if not 0 <= storage < len(self.storages) or low < 0 or high >= len(self.storages[storage]):
+                held = len(self.storages[storage]) if 0 <= storage < len(self.storages) else "no such storage"
+                raise LayoutError(f"row {index} touches [{low}, {high}] of storage {storage} ({held} elements)")
+            total += box.numel
+        if total >= 1 << 32:
+            raise LayoutError(f"a table of {total} elements: positions are 32-bit, split it into frames")
+        object.__setattr__(self, "numel", total)
+
+    @property
+    def width(self) -> int:
+        return self.storages[0].itemsize if self.storages else 1
+
+
+def rows_of(entries: Sequence[tuple[int, int, Box]]) -> Rows:
+    """Rows [B, COLUMNS] from (storage, tensor, box) entries; empty boxes are dropped.
+
+    Raises:
+        LayoutError: a box has more than MAX_DIMS dimensions after simplification.
+    """
+    kept = [(storage, tensor, box.simplified()) for storage, tensor, box in entries if box.numel]
+    rows = np.zeros((len(kept), COLUMNS), np.int64)
+    for row, (storage, tensor, box) in zip(rows, kept, strict=True):
+        if len(box.dims) > MAX_DIMS:
+            raise LayoutError(f"a box of {len(box.dims)} dimensions; at most {MAX_DIMS} are supported")
+        row[:5] = storage, box.here0, tensor, box.there0, len(box.dims)
+        for d, dim in enumerate(box.dims):
+            row[5 + d], row[5 + MAX_DIMS + d], row[5 + 2 * MAX_DIMS + d] = dim
+    return rows
+
+
+def box_of(row: NDArray[np.int64]) -> Box:
+    """The box in a row."""
+    values = row.tolist()
+    ndim = values[NDIM]
+    dims = zip(values[SIZES][:ndim], values[HERE_STRIDES][:ndim], values[THERE_STRIDES][:ndim], strict=True)
+    return Box(values[HERE], values[THERE], tuple(Dim(*dim) for dim in dims))
