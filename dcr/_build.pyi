@@ -1,0 +1,3 @@
+"""Written by the build (CMakeLists.txt): whether dcr._native was built."""
+
+NATIVE: bool

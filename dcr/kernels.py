@@ -1,0 +1,166 @@
+"""The kernels in use: compiled ones, or the numpy reference where dcr was deliberately built without.
+
+    B  rows of a table      N  elements of a table      K  changed elements      T  tensors
+
+Each takes a table, so any number of tensors is one call, and makes one pass over memory; `dcr.reference` defines what
+it computes. The compiled ones release the GIL, check every row and position again, and raise before anything is
+written. Which implementation runs is decided by the build and never falls back: a compiled module that does not load
+is an error. No environment variable is read.
+
+Bytes moved, with b bytes per stored element and c after the value map:
+
+    read       N (b + c)                  gather     K (4 + b), and each cache line touched
+    compare    N (b + c) + 2 K (4 + c)    scatter    2 K (4 + b), and each cache line touched three times
+    digest     N b                        digest_at  K (4 + c)
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from dcr import reference
+from dcr.errors import LayoutError
+from dcr.reference import F32_BF16, F32_F16, NONE, SOURCE_WIDTH, TARGET_WIDTH
+from dcr.views import Bits, Lanes, Positions, Table
+
+__all__ = [
+    "F32_BF16",
+    "F32_F16",
+    "IMPLEMENTATION",
+    "NONE",
+    "SOURCE_WIDTH",
+    "TARGET_WIDTH",
+    "compare",
+    "describe",
+    "digest",
+    "digest_at",
+    "gather",
+    "read",
+    "scatter",
+]
+
+try:
+    from dcr._build import NATIVE
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "dcr has not been built in this checkout: run `pip install .` (or `pip install --no-build-isolation -e .`), "
+        "or follow the comment at the top of CMakeLists.txt; `-C cmake.define.DCR_NATIVE=OFF` does without a compiler"
+    ) from error
+
+if NATIVE:
+    from dcr import _native
+
+IMPLEMENTATION: Final = "compiled" if NATIVE else "reference"
+
+
+def describe() -> dict[str, str]:
+    """Which implementation is in use, at which instruction set level, and why."""
+    if not NATIVE:
+        return {"implementation": IMPLEMENTATION, "level": "numpy", "reason": "dcr was built with DCR_NATIVE=OFF"}
+    found = _native.features()
+    reason = f"of {', '.join(found['levels'])} on this machine; built by {found['compiler']}"
+    return {"implementation": IMPLEMENTATION, "level": found["level"], "reason": reason}
+
+
+def read(table: Table, kind: int = NONE) -> Bits:
+    """The table's elements, dense, in numbering order: bits [N], after the value map.
+
+    Raises:
+        LayoutError: the table's rows do not fit its storages, or `kind` does not fit their width.
+    """
+    if not NATIVE:
+        return reference.read(table, kind)
+    try:
+        return _native.read(table.storages, table.rows, kind)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
+
+
+def compare(table: Table, base: Bits, kind: int = NONE) -> tuple[Positions, Bits]:
+    """Positions [K] at which the table (after the value map) differs from base [N], and its new bits [K] there.
+
+    Besides the result it allocates as much again, in blocks, and never anything of size N.
+
+    Raises:
+        LayoutError: as for `read`, or `base` is not N contiguous elements of the width after the value map.
+    """
+    if not NATIVE:
+        return reference.compare(table, _of_size("base", base, table.numel), kind)
+    try:
+        return _native.compare(table.storages, table.rows, base, kind)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
+
+
+def gather(table: Table, positions: Positions) -> Bits:
+    """The bits [K] at the given positions.
+
+    Raises:
+        LayoutError: as for `read`, or positions do not ascend strictly, or leave the table.
+    """
+    if not NATIVE:
+        return reference.gather(table, _ascending(positions, table.numel))
+    try:
+        return _native.gather(table.storages, table.rows, positions)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
+
+
+def scatter(table: Table, positions: Positions, bits: Bits) -> int:
+    """Write bits [K] at the given positions, read them back; the number of positions that do not hold their bits.
+
+    Reading starts when all is written, so boxes that claim one element are noticed.
+
+    Raises:
+        LayoutError: as for `gather`, or `bits` differ in number or width, or a storage with rows is read-only.
+            Nothing has been written.
+    """
+    if not NATIVE:
+        return reference.scatter(table, _ascending(positions, table.numel), _of_size("bits", bits, len(positions)))
+    try:
+        return _native.scatter(table.storages, table.rows, positions, bits)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
+
+
+def digest(table: Table, keys: Lanes, kind: int = NONE) -> Lanes:
+    """Digest sums [T, 2] over all elements of a table; keys [T, 2] are indexed by column TENSOR.
+
+    Raises:
+        LayoutError: as for `read`, or a row names a tensor that has no key.
+    """
+    if not NATIVE:
+        return reference.digest(table, keys, kind)
+    try:
+        return _native.digest(table.storages, table.rows, keys, kind)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
+
+
+def digest_at(table: Table, keys: Lanes, positions: Positions, bits: Bits) -> Lanes:
+    """Digest sums [T, 2] over given positions [K], as if they held bits [K], of any width; no storage is read.
+
+    Raises:
+        LayoutError: as for `gather`, or a row names a tensor that has no key.
+    """
+    if not NATIVE:
+        positions = _ascending(positions, table.numel)
+        return reference.digest_at(table, keys, positions, _of_size("bits", bits, len(positions)))
+    try:
+        return _native.digest_at(table.storages, table.rows, keys, positions, bits)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
+
+
+def _ascending(positions: Positions, numel: int) -> Positions:
+    if len(positions) and (positions[-1] >= numel or not np.all(positions[1:] > positions[:-1])):
+        raise LayoutError(f"positions must ascend strictly and lie below {numel}")
+    return positions
+
+
+def _of_size(name: str, bits: Bits, size: int) -> Bits:
+    if bits.shape != (size,):
+        raise LayoutError(f"{name}: expected {size} elements, found shape {bits.shape}")
+    return bits

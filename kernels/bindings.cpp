@@ -1,0 +1,232 @@
+// dcr._native: the kernels as python functions over numpy arrays. See dcr/_native.pyi for the signatures.
+//
+// Arrays are borrowed through the buffer protocol and checked before any work starts; what does not fit raises
+// ValueError. The GIL is released while a kernel runs.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <deque>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/cast.hpp"
+#include "cpu/kernels.hpp"
+#include "cpu/level.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace dcr::bindings {
+namespace {
+
+// A python buffer, held for as long as this lives: C-contiguous, any dimensions, plain numbers.
+class Lent {
+  public:
+    Lent(nb::handle object, const char* name) : name_(name) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_ND | PyBUF_FORMAT) == 0) return;
+        PyErr_Clear();
+        throw std::invalid_argument(std::string(name) + ": expected a C-contiguous array");
+    }
+    Lent(const Lent&) = delete;
+    Lent& operator=(const Lent&) = delete;
+    ~Lent() { PyBuffer_Release(&view_); }
+
+    // Checks the kind of number (by its struct codes), the bytes per element, and the dimensions.
+    const Lent& expect(const char* codes, size_t width, int ndim) const {
+        const std::string format = view_.format ? view_.format : "B";
+        if (format.size() != 1 || std::string(codes).find(format) == std::string::npos)
+            throw std::invalid_argument(name_ + ": expected format in \"" + codes + "\", found \"" + format + "\"");
+        if (width != 0 && size_t(view_.itemsize) != width)
+            throw std::invalid_argument(name_ + ": expected " + std::to_string(width) + " bytes per element, found " +
+                                        std::to_string(view_.itemsize));
+        if (view_.ndim != ndim)
+            throw std::invalid_argument(name_ + ": expected " + std::to_string(ndim) + " dimensions, found " +
+                                        std::to_string(view_.ndim));
+        return *this;
+    }
+    const Lent& expect_size(size_t size) const {
+        if (length() != size)
+            throw std::invalid_argument(name_ + ": expected " + std::to_string(size) + " elements, found " +
+                                        std::to_string(length()));
+        return *this;
+    }
+    const Lent& expect_columns(size_t columns) const {
+        if (size_t(view_.shape[1]) != columns)
+            throw std::invalid_argument(name_ + ": expected " + std::to_string(columns) + " columns, found " +
+                                        std::to_string(view_.shape[1]));
+        return *this;
+    }
+
+    size_t length() const { return size_t(view_.shape[0]); }
+    size_t width() const { return size_t(view_.itemsize); }
+    template <class T>
+    const T* data() const { return static_cast<const T*>(view_.buf); }
+    Array array() const { return {view_.buf, length(), width(), !view_.readonly}; }
+
+  private:
+    std::string name_;
+    Py_buffer view_;
+};
+
+constexpr const char* UNSIGNED = "BHILQ";
+constexpr const char* SIGNED = "ilq";
+
+// The arrays of one call that describe its table.
+struct LentTable {
+    std::deque<Lent> storages;  // a deque, because a Lent stays where it is
+    Lent rows;
+
+    LentTable(nb::handle storages_, nb::handle rows_) : rows(rows_, "rows") {
+        for (nb::handle storage : nb::iter(storages_)) storages.emplace_back(storage, "storage").expect(UNSIGNED, 0, 1);
+        rows.expect(SIGNED, 8, 2).expect_columns(COLUMNS);
+    }
+    Table table(Follow follow, int64_t tensors = -1, bool write = false) const {
+        std::vector<Array> arrays;
+        arrays.reserve(storages.size());
+        for (const Lent& storage : storages) arrays.push_back(storage.array());
+        return Table(arrays, rows.data<int64_t>(), rows.length(), follow, tensors, write);
+    }
+};
+
+// A new numpy array of unsigned integers, not initialised; numpy owns its memory.
+nb::object empty(size_t size, size_t width) {
+    return nb::module_::import_("numpy").attr("empty")(size, nb::str(("uint" + std::to_string(8 * width)).c_str()));
+}
+
+void* data_of(const nb::object& array) { return Lent(array, "result").array().data; }
+
+void check_kind(int kind, const Table& table) {
+    if (kind < NONE || kind > F32_F16) throw std::invalid_argument("no value map " + std::to_string(kind));
+    if (kind != NONE && table.width != 0 && table.width != 4)
+        throw std::invalid_argument("value map " + std::to_string(kind) + " reads 4 bytes per element, the storages have " +
+                                    std::to_string(table.width));
+}
+
+// Bytes per element of a result; a table without storages has width 1, as in dcr.views.
+size_t result_width(int kind, const Table& table) {
+    return width_after(kind, table.width ? table.width : 1);
+}
+
+nb::object read(nb::handle storages, nb::handle rows, int kind) {
+    const LentTable lent(storages, rows);
+    const Table table = lent.table(Follow::HERE);
+    check_kind(kind, table);
+    nb::object out = empty(table.numel, result_width(kind, table));
+    void* data = data_of(out);
+    nb::gil_scoped_release released;
+    dcr::read(table, kind, data);
+    return out;
+}
+
+nb::tuple compare(nb::handle storages, nb::handle rows, nb::handle base_, int kind) {
+    const LentTable lent(storages, rows);
+    const Table table = lent.table(Follow::HERE);
+    check_kind(kind, table);
+    const size_t width = result_width(kind, table);
+    const Lent base(base_, "base");
+    base.expect(UNSIGNED, width, 1).expect_size(table.numel);
+    Changes found(width);
+    {
+        nb::gil_scoped_release released;
+        found = dcr::compare(table, base.data<void>(), kind);
+    }
+    nb::object positions = empty(found.size(), 4), bits = empty(found.size(), width);
+    uint32_t* positions_data = static_cast<uint32_t*>(data_of(positions));
+    void* bits_data = data_of(bits);
+    {
+        nb::gil_scoped_release released;
+        found.take(positions_data, bits_data);
+    }
+    return nb::make_tuple(positions, bits);
+}
+
+nb::object gather(nb::handle storages, nb::handle rows, nb::handle positions_) {
+    const LentTable lent(storages, rows);
+    const Table table = lent.table(Follow::HERE);
+    const Lent positions(positions_, "positions");
+    positions.expect(UNSIGNED, 4, 1);
+    check_positions(positions.data<uint32_t>(), positions.length(), table.numel);
+    nb::object out = empty(positions.length(), result_width(NONE, table));
+    void* data = data_of(out);
+    nb::gil_scoped_release released;
+    dcr::gather(table, positions.data<uint32_t>(), positions.length(), data);
+    return out;
+}
+
+size_t scatter(nb::handle storages, nb::handle rows, nb::handle positions_, nb::handle bits_) {
+    const LentTable lent(storages, rows);
+    const Table table = lent.table(Follow::HERE, -1, true);
+    const Lent positions(positions_, "positions"), bits(bits_, "bits");
+    positions.expect(UNSIGNED, 4, 1);
+    bits.expect(UNSIGNED, result_width(NONE, table), 1).expect_size(positions.length());
+    nb::gil_scoped_release released;
+    check_positions(positions.data<uint32_t>(), positions.length(), table.numel);
+    return dcr::scatter(table, positions.data<uint32_t>(), bits.data<void>(), positions.length());
+}
+
+struct LentKeys : Lent {
+    explicit LentKeys(nb::handle keys) : Lent(keys, "keys") { expect(UNSIGNED, 8, 2).expect_columns(2); }
+};
+
+// Sums [T, 2], all zero.
+nb::object zeros(size_t T) {
+    return nb::module_::import_("numpy").attr("zeros")(nb::make_tuple(T, 2), "uint64");
+}
+
+nb::object digest(nb::handle storages, nb::handle rows, nb::handle keys_, int kind) {
+    const LentTable lent(storages, rows);
+    const LentKeys keys(keys_);
+    const Table table = lent.table(Follow::BOTH, int64_t(keys.length()));
+    check_kind(kind, table);
+    nb::object sums = zeros(keys.length());
+    uint64_t* data = static_cast<uint64_t*>(data_of(sums));
+    nb::gil_scoped_release released;
+    dcr::digest(table, keys.data<uint64_t>(), kind, data);
+    return sums;
+}
+
+nb::object digest_at(nb::handle storages, nb::handle rows, nb::handle keys_, nb::handle positions_, nb::handle bits_) {
+    const LentTable lent(storages, rows);
+    const LentKeys keys(keys_);
+    const Table table = lent.table(Follow::THERE, int64_t(keys.length()));
+    const Lent positions(positions_, "positions"), bits(bits_, "bits");
+    positions.expect(UNSIGNED, 4, 1);
+    bits.expect(UNSIGNED, 0, 1).expect_size(positions.length());
+    nb::object sums = zeros(keys.length());
+    uint64_t* data = static_cast<uint64_t*>(data_of(sums));
+    nb::gil_scoped_release released;
+    check_positions(positions.data<uint32_t>(), positions.length(), table.numel);
+    dcr::digest_at(table, keys.data<uint64_t>(), positions.data<uint32_t>(), bits.data<void>(), bits.width(),
+                   positions.length(), data);
+    return sums;
+}
+
+nb::dict features() {
+    std::vector<std::string> names;
+    for (const Level& level : levels()) names.emplace_back(level.name);
+    nb::dict found;
+    found["level"] = dcr::level().name;
+    found["levels"] = names;
+#if defined(__clang__)
+    found["compiler"] = __VERSION__;  // clang names itself
+#else
+    found["compiler"] = "gcc " __VERSION__;
+#endif
+    return found;
+}
+
+}  // namespace
+}  // namespace dcr::bindings
+
+NB_MODULE(_native, module) {
+    module.def("read", &dcr::bindings::read, "storages"_a, "rows"_a, "kind"_a);
+    module.def("compare", &dcr::bindings::compare, "storages"_a, "rows"_a, "base"_a, "kind"_a);
+    module.def("gather", &dcr::bindings::gather, "storages"_a, "rows"_a, "positions"_a);
+    module.def("scatter", &dcr::bindings::scatter, "storages"_a, "rows"_a, "positions"_a, "bits"_a);
+    module.def("digest", &dcr::bindings::digest, "storages"_a, "rows"_a, "keys"_a, "kind"_a);
+    module.def("digest_at", &dcr::bindings::digest_at, "storages"_a, "rows"_a, "keys"_a, "positions"_a, "bits"_a);
+    module.def("features", &dcr::bindings::features);
+    module.def("use_level", [](const std::string& name) { return dcr::use_level(name).name; }, "name"_a);
+}

@@ -1,0 +1,91 @@
+#include <algorithm>
+
+#include "kernels.hpp"
+#include "level.hpp"
+#include "pieces.hpp"
+
+namespace dcr {
+namespace {
+
+constexpr size_t BATCH = 256;
+
+Key key_of(const Region& region, const uint64_t* keys) { return {keys[2 * region.tensor], keys[2 * region.tensor + 1]}; }
+
+void add(const Region& region, Sums part, uint64_t* sums) {
+    sums[2 * region.tensor] += part.x;
+    sums[2 * region.tensor + 1] += part.y;
+}
+
+// Calls f(const W* elements, n, canonical index of the first) for dense pieces of runs, at most PIECE elements each.
+template <class W, class F>
+void for_run_pieces(const Region& region, F&& f) {
+    const W* storage = reinterpret_cast<const W*>(region.data);
+    const Dim& inner = region.inner();
+    W copied[PIECE];
+    Runs runs(region, 0);
+    for (uint64_t from = 0; from < region.numel; from += runs.count(), runs.next()) {
+        for (uint64_t i = 0; i < runs.count(); i += PIECE) {
+            const uint32_t n = uint32_t(std::min<uint64_t>(PIECE, runs.count() - i));
+            const W* elements = storage + (runs.here() + int64_t(i) * inner.here);
+            if (inner.here != 1) {
+                for (uint32_t j = 0; j < n; ++j) copied[j] = elements[int64_t(j) * inner.here];
+                elements = copied;
+            }
+            f(elements, n, runs.there() + i * inner.there);
+        }
+    }
+}
+
+template <class W>
+void digest_bits(const Table& table, const uint64_t* keys, uint64_t* sums) {
+    const Span<W>& span = level().spans->of<W>();
+    for (const Region& region : table.regions) {
+        const Key key = key_of(region, keys);
+        for_run_pieces<W>(region, [&](const W* elements, uint32_t n, uint64_t there) {
+            add(region, span.digest(elements, n, there, region.inner().there, key), sums);
+        });
+    }
+}
+
+void digest_cast(const Table& table, const uint64_t* keys, int kind, uint64_t* sums) {
+    const Spans& spans = *level().spans;
+    for (const Region& region : table.regions) {
+        const Key key = key_of(region, keys);
+        for_run_pieces<uint32_t>(region, [&](const uint32_t* wide, uint32_t n, uint64_t there) {
+            uint16_t cast[PIECE];
+            spans.cast(wide, n, kind, cast);
+            add(region, spans.w2.digest(cast, n, there, region.inner().there, key), sums);
+        });
+    }
+}
+
+template <class W>
+void digest_positions(const Table& table, const uint64_t* keys, const uint32_t* positions, const W* bits, size_t K,
+                      uint64_t* sums) {
+    const Span<W>& span = level().spans->of<W>();
+    uint64_t there[BATCH];
+    for_touched(table, positions, K, [&](const Region& region, size_t from, size_t to) {
+        Locator locator(region);
+        for (; from < to; from += BATCH) {
+            const size_t n = std::min(BATCH, to - from);
+            locator.locate(positions + from, n, nullptr, there);
+            add(region, span.digest_at(bits + from, n, there, key_of(region, keys)), sums);
+        }
+    });
+}
+
+}  // namespace
+
+void digest(const Table& table, const uint64_t* keys, int kind, uint64_t* sums) {
+    if (kind != NONE) return digest_cast(table, keys, kind, sums);
+    with_width(table.width, [&](auto zero) { digest_bits<decltype(zero)>(table, keys, sums); });
+}
+
+void digest_at(const Table& table, const uint64_t* keys, const uint32_t* positions, const void* bits, size_t width,
+               size_t K, uint64_t* sums) {
+    with_width(width, [&](auto zero) {
+        digest_positions(table, keys, positions, static_cast<const decltype(zero)*>(bits), K, sums);
+    });
+}
+
+}  // namespace dcr

@@ -1,0 +1,62 @@
+// The kernels, over checked tables. dcr/reference.py defines what each computes; `b` is bytes per element of the
+// storage, `c` bytes after the value map (equal to b without one). Bytes moved are what reaches memory at least.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "table.hpp"
+
+namespace dcr {
+
+// out [N], c bytes each: the table's elements, dense.                           Moves N b (read) + N c (written).
+void read(const Table& table, int kind, void* out);
+
+// What `compare` found, before K is known: blocks of positions and bits that fill up one after another.
+class Changes {
+  public:
+    explicit Changes(size_t width) : width_(width) {}
+
+    // Room for `n` more changes and the slack behind them; `added` says how many of them came.
+    void reserve(size_t n);
+    uint32_t* positions() const;
+    void* bits() const;
+    void added(size_t count) { blocks_.back().used += count; size_ += count; }
+
+    size_t size() const { return size_; }  // K
+    // Copies to positions [K] and bits [K], freeing each block once it is copied.
+    void take(uint32_t* positions, void* bits);
+
+  private:
+    struct Block {
+        std::unique_ptr<uint32_t[]> positions;
+        std::unique_ptr<char[]> bits;
+        size_t used;
+    };
+    size_t width_;
+    size_t size_ = 0;
+    std::vector<Block> blocks_;
+};
+
+// base [N], c bytes each: what differs from it.                                 Moves N (b + c) + 2 K (4 + c).
+Changes compare(const Table& table, const void* base, int kind);
+
+// positions [K], out [K]: the bits there.                     Moves K (4 + b) + one cache line per line touched.
+void gather(const Table& table, const uint32_t* positions, size_t K, void* out);
+
+// positions [K], bits [K]: writes all of them, then reads all of them back; returns how many do not hold their bits.
+//                                                       Moves 2 K (4 + b) + three times one cache line per line touched.
+size_t scatter(const Table& table, const uint32_t* positions, const void* bits, size_t K);
+
+// keys and sums [T, 2]: adds the digest lanes of all elements, after the value map.                  Moves N b.
+void digest(const Table& table, const uint64_t* keys, int kind, uint64_t* sums);
+
+// The same over positions [K], as if they held bits [K] of `width` bytes; no storage is read.        Moves K (4 + width).
+void digest_at(const Table& table, const uint64_t* keys, const uint32_t* positions, const void* bits, size_t width,
+               size_t K, uint64_t* sums);
+
+// Bytes per element after a value map.
+inline size_t width_after(int kind, size_t width) { return kind == 0 ? width : 2; }
+
+}  // namespace dcr

@@ -1,0 +1,49 @@
+#include "level.hpp"
+
+#include <atomic>
+#include <stdexcept>
+
+namespace dcr {
+namespace {
+
+std::vector<Level> detect() {
+    std::vector<Level> found{{"portable", &PORTABLE}};
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi")) return found;
+    found.push_back({"avx2", &AVX2});
+    // VBMI2 brings compress of 8- and 16-bit lanes: Ice Lake, Zen 4 and later.
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi2"))
+        found.push_back({"avx512", &AVX512});
+#endif
+    return found;
+}
+
+std::atomic<const Level*>& current() {
+    static std::atomic<const Level*> chosen{&levels().back()};
+    return chosen;
+}
+
+}  // namespace
+
+const std::vector<Level>& levels() {
+    static const std::vector<Level> found = detect();
+    return found;
+}
+
+const Level& level() { return *current().load(std::memory_order_relaxed); }
+
+const Level& use_level(const std::string& name) {
+    std::string known;
+    for (const Level& candidate : levels()) {
+        if (candidate.name == name) {
+            current().store(&candidate, std::memory_order_relaxed);
+            return candidate;
+        }
+        known += std::string(" ") + candidate.name;
+    }
+    throw std::invalid_argument("no level \"" + name + "\" on this machine; it has:" + known);
+}
+
+}  // namespace dcr

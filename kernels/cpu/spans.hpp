@@ -1,0 +1,121 @@
+// Spans: the inner loops, over dense pieces of memory that are contiguous and small enough to stay in cache.
+//
+// Each dispatch level compiles its own set (`spans_*.cpp`); a kernel fetches the set in use once per call. The bodies
+// here are plain loops, always inlined, so that a level's functions compile them for its instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cast.hpp"
+
+namespace dcr {
+
+// What `compare` may write past the elements that it reports: output buffers hold this many more.
+constexpr size_t SLACK = 64;
+
+struct Key {
+    uint64_t index, bits;
+};
+
+struct Sums {
+    uint64_t x = 0, y = 0;
+};
+
+template <class W>
+struct Span {
+    // Writes the numbers (first + i) and the new bits of all i in [0, n) with now[i] != base[i]; returns how many.
+    size_t (*compare)(const W* now, const W* base, size_t n, uint32_t first, uint32_t* positions, W* bits);
+    // Adds up the digest lanes of n elements: canonical indices index + i * step, or indices[i].
+    Sums (*digest)(const W* bits, size_t n, uint64_t index, uint64_t step, Key key);
+    Sums (*digest_at)(const W* bits, size_t n, const uint64_t* indices, Key key);
+};
+
+struct Spans {
+    Span<uint8_t> w1;
+    Span<uint16_t> w2;
+    Span<uint32_t> w4;
+    Span<uint64_t> w8;
+    // Casts n elements by a Kind (not NONE).
+    void (*cast)(const uint32_t* bits, size_t n, int kind, uint16_t* out);
+
+    template <class W>
+    const Span<W>& of() const {
+        if constexpr (sizeof(W) == 1) return w1;
+        else if constexpr (sizeof(W) == 2) return w2;
+        else if constexpr (sizeof(W) == 4) return w4;
+        else return w8;
+    }
+};
+
+// One set per level; `level.hpp` says which are usable here.
+extern const Spans PORTABLE;
+#if defined(__x86_64__)
+extern const Spans AVX2, AVX512;
+#endif
+
+#define DCR_INLINE [[gnu::always_inline]] inline
+
+// Odd multipliers; the same as in dcr/reference.py.
+constexpr uint64_t M1 = 0x9E3779B97F4A7C15, M2 = 0xD6E8FEB86659FD93;
+constexpr uint64_t M3 = 0xBF58476D1CE4E5B9, M4 = 0x94D049BB133111EB;
+
+DCR_INLINE void mix(uint64_t index, uint64_t bits, Key key, uint64_t& x_sum, uint64_t& y_sum) {
+    uint64_t u = (index ^ key.index) * M1;
+    u ^= u >> 32;
+    uint64_t x = u + (bits ^ key.bits) * M2;
+    x ^= x >> 32;
+    x *= M3;
+    x ^= x >> 29;
+    uint64_t y = x * M4;
+    y ^= y >> 32;
+    x_sum += x;
+    y_sum += y;
+}
+
+template <class W>
+DCR_INLINE Sums digest_body(const W* bits, size_t n, uint64_t index, uint64_t step, Key key) {
+    uint64_t x = 0, y = 0;
+    for (size_t i = 0; i < n; ++i, index += step) mix(index, bits[i], key, x, y);
+    return {x, y};
+}
+
+template <class W>
+DCR_INLINE Sums digest_at_body(const W* bits, size_t n, const uint64_t* indices, Key key) {
+    uint64_t x = 0, y = 0;
+    for (size_t i = 0; i < n; ++i) mix(indices[i], bits[i], key, x, y);
+    return {x, y};
+}
+
+DCR_INLINE void cast_body(const uint32_t* bits, size_t n, int kind, uint16_t* out) {
+    if (kind == F32_BF16)
+        for (size_t i = 0; i < n; ++i) out[i] = bf16_of(bits[i]);
+    else
+        for (size_t i = 0; i < n; ++i) out[i] = f16_of(bits[i]);
+}
+
+// Blocks without a change cost a few wide instructions; in the others each element is stored, and the end of the
+// output moves on past those that changed.
+template <class W>
+DCR_INLINE size_t compare_body(const W* now, const W* base, size_t n, uint32_t first, uint32_t* positions, W* bits) {
+    constexpr size_t BLOCK = 64 / sizeof(W);
+    size_t k = 0, i = 0;
+    for (; i + BLOCK <= n; i += BLOCK) {
+        W differ = 0;
+        for (size_t j = 0; j < BLOCK; ++j) differ |= W(now[i + j] ^ base[i + j]);
+        if (differ == 0) continue;
+        for (size_t j = i; j < i + BLOCK; ++j) {
+            positions[k] = first + uint32_t(j);
+            bits[k] = now[j];
+            k += now[j] != base[j];
+        }
+    }
+    for (; i < n; ++i) {
+        positions[k] = first + uint32_t(i);
+        bits[k] = now[i];
+        k += now[i] != base[i];
+    }
+    return k;
+}
+
+}  // namespace dcr

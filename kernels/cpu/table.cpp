@@ -1,0 +1,120 @@
+#include "table.hpp"
+
+#include <stdexcept>
+#include <string>
+
+namespace dcr {
+namespace {
+
+__extension__ using Wide = __int128;  // extents are below 2^32 and strides 64-bit: bounds cannot overflow it
+
+// The columns of a row; see dcr/views.py.
+enum Column { STORAGE, HERE, TENSOR, THERE, NDIM, SIZES };
+
+[[noreturn]] void refuse(size_t row, const std::string& why) {
+    throw std::invalid_argument("row " + std::to_string(row) + " " + why);
+}
+
+// Elements of a row's box; 0 if any extent is 0. Stops at 2^32, which no table may hold.
+uint64_t count(const int64_t* row, size_t index) {
+    const int64_t ndim = row[NDIM];
+    if (ndim < 0 || ndim > MAX_DIMS) refuse(index, "has " + std::to_string(ndim) + " dimensions; 0 to 6 are supported");
+    const int64_t* sizes = row + SIZES;
+    bool empty = false;
+    for (int d = 0; d < ndim; ++d) {
+        if (sizes[d] < 0) refuse(index, "has a negative extent");
+        empty |= sizes[d] == 0;
+    }
+    if (empty) return 0;
+    uint64_t numel = 1;
+    for (int d = 0; d < ndim; ++d) {
+        if (__builtin_mul_overflow(numel, uint64_t(sizes[d]), &numel) || numel >> 32)
+            throw std::invalid_argument("row " + std::to_string(index) +
+                                        " alone holds 2^32 elements or more: positions are 32-bit, split it into frames");
+    }
+    return numel;
+}
+
+void check_bounds(const int64_t* row, size_t index, const Array& storage) {
+    Wide low = row[HERE], high = row[HERE];
+    for (int d = 0; d < row[NDIM]; ++d) {
+        const Wide reach = Wide(row[SIZES + d] - 1) * row[SIZES + MAX_DIMS + d];
+        (reach < 0 ? low : high) += reach;
+    }
+    if (low < 0 || high >= Wide(storage.size))
+        refuse(index, "leaves storage " + std::to_string(row[STORAGE]) + " of " + std::to_string(storage.size) + " elements");
+}
+
+// A side that stands still (stride 0) merges too: 0 == 0 * n.
+bool merges(const Dim& outer, const Dim& inner) {
+    return uint64_t(outer.here) == uint64_t(inner.here) * inner.n && outer.there == inner.there * inner.n;
+}
+
+Region region_of(const int64_t* row, Follow follow) {
+    Region region{};
+    region.here0 = row[HERE];
+    region.there0 = uint64_t(row[THERE]);
+    region.tensor = row[TENSOR];
+    for (int d = 0; d < row[NDIM]; ++d) {
+        const int64_t* column = row + SIZES + d;
+        Dim dim{uint32_t(column[0]), column[MAX_DIMS], uint64_t(column[2 * MAX_DIMS])};
+        if (dim.n == 1) continue;
+        if (follow == Follow::HERE) dim.there = 0;
+        if (follow == Follow::THERE) dim.here = 0;
+        if (region.ndim && merges(region.dims[region.ndim - 1], dim)) {
+            const uint32_t outer = region.dims[region.ndim - 1].n;
+            region.dims[region.ndim - 1] = {outer * dim.n, dim.here, dim.there};
+        } else {
+            region.dims[region.ndim++] = dim;
+        }
+    }
+    if (region.ndim == 0) region.dims[region.ndim++] = {1, 1, 1};
+    return region;
+}
+
+}  // namespace
+
+Table::Table(const std::vector<Array>& storages, const int64_t* rows, size_t B, Follow follow, int64_t tensors, bool write) {
+    for (const Array& storage : storages) {
+        if (storage.width != storages.front().width)
+            throw std::invalid_argument("the storages of one table must have one width, found " +
+                                        std::to_string(storages.front().width) + " and " + std::to_string(storage.width));
+    }
+    width = storages.empty() ? 0 : storages.front().width;
+    regions.reserve(B);
+    uint64_t total = 0;
+    for (size_t i = 0; i < B; ++i) {
+        const int64_t* row = rows + i * COLUMNS;
+        if (row[STORAGE] < 0 || uint64_t(row[STORAGE]) >= storages.size())
+            refuse(i, "names storage " + std::to_string(row[STORAGE]) + " of " + std::to_string(storages.size()));
+        if (tensors >= 0 && (row[TENSOR] < 0 || row[TENSOR] >= tensors))
+            refuse(i, "names tensor " + std::to_string(row[TENSOR]) + " of " + std::to_string(tensors));
+        const uint64_t size = count(row, i);
+        if (size == 0) continue;
+        const Array& storage = storages[size_t(row[STORAGE])];
+        check_bounds(row, i, storage);
+        if (write && !storage.writeable)
+            refuse(i, "would write to storage " + std::to_string(row[STORAGE]) + ", which is read-only");
+        Region region = region_of(row, follow);
+        region.data = static_cast<char*>(storage.data);
+        region.first = uint32_t(total);
+        region.numel = uint32_t(size);
+        regions.push_back(region);
+        total += size;
+        if (total >> 32)
+            throw std::invalid_argument("a table of 2^32 elements or more: positions are 32-bit, split it into frames");
+    }
+    numel = uint32_t(total);
+}
+
+void check_positions(const uint32_t* positions, size_t K, uint32_t numel) {
+    if (K == 0) return;
+    bool disorder = false;
+    for (size_t i = 1; i < K; ++i) disorder |= positions[i] <= positions[i - 1];
+    if (disorder) throw std::invalid_argument("positions must ascend strictly");
+    if (positions[K - 1] >= numel)
+        throw std::invalid_argument("position " + std::to_string(positions[K - 1]) + " in a table of " +
+                                    std::to_string(numel) + " elements");
+}
+
+}  // namespace dcr
