@@ -162,7 +162,8 @@ def positions_of(gaps: NDArray[np.uint8], changed: int) -> Positions:
     reached = np.cumsum(gaps.astype(np.int64) + is_last)
     if len(reached) and reached[-1] > 1 << 32:
         raise PayloadError("the gap stream leaves the frame")
-    return (reached[is_last] - 1).astype(np.uint32)
+    positions: Positions = (reached[is_last] - 1).astype(np.uint32)
+    return positions
 
 
 def symbols_of(values: Bits) -> tuple[NDArray[np.uint8], Bits]:
@@ -186,7 +187,7 @@ def values_of(symbols: NDArray[np.uint8], exceptions: NDArray[np.uint8], width: 
         raise PayloadError(f"the symbol stream does not hold {changed} values, or its exceptions do not fit")
     unsigned = UNSIGNED[width]
     zigzag = symbols.astype(unsigned) + unsigned.type(1)
-    values = (zigzag >> unsigned.type(1)) ^ (np.zeros_like(zigzag) - (zigzag & unsigned.type(1)))
+    values: Bits = (zigzag >> unsigned.type(1)) ^ (np.zeros_like(zigzag) - (zigzag & unsigned.type(1)))
     values[escaped] = exceptions.view(unsigned.newbyteorder("<"))
     return values
 

@@ -38,6 +38,15 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
             here *= n
         return Box(here0, self.there0, tuple(reversed(dims)))
 
+    def runs(self) -> NDArray[np.int64]:
+        """Its contiguous canonical runs [runs, 2], in numbering order: first element, length."""
+        dims = list(self.dims)
+        length = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
+        starts = np.array([self.there0], np.int64)
+        for n, stride in dims:
+            starts = (starts[:, None] + np.arange(n) * stride).reshape(-1)
+        return np.stack([starts, np.full_like(starts, length)], axis=1)
+
 
 class FrameSpec(msgspec.Struct, frozen=True, array_like=True):
     """A frame as it travels: dtype and regions."""
@@ -168,8 +177,9 @@ def _source_frame(dtype: str, kind: int, pieces: list[tuple[int, int, Box]]) -> 
         there = Box(0, box.there0, tuple(Dim(dim.n, 0, dim.there) for dim in box.dims))
         dims = _canonical_dims(there)
         last = regions[-1] if regions else None
-        if last and last.tensor == tensor and _joins(last, box.there0, dims):
-            regions[-1] = Region(tensor, last.there0, ((_run_length(last.dims) + _run_length(dims), 1),))
+        joined = _joined(last, Region(tensor, box.there0, dims)) if last else None
+        if joined:
+            regions[-1] = joined
         else:
             regions.append(Region(tensor, box.there0, dims))
     rows = rows_of([(storage, local[tensor], box) for storage, tensor, box in pieces])
@@ -196,9 +206,12 @@ def _run_length(dims: tuple[tuple[int, int], ...]) -> int | None:
     return dims[0][0] if len(dims) == 1 and dims[0][1] == 1 else None
 
 
-def _joins(last: Region, there0: int, dims: tuple[tuple[int, int], ...]) -> bool:
-    before, after = _run_length(last.dims), _run_length(dims)
-    return before is not None and after is not None and last.there0 + before == there0
+def _joined(before: Region, after: Region) -> Region | None:
+    """Two runs of one tensor that follow each other, as one."""
+    first, second = _run_length(before.dims), _run_length(after.dims)
+    if first is None or second is None or before.tensor != after.tensor or before.there0 + first != after.there0:
+        return None
+    return Region(before.tensor, before.there0, ((first + second, 1),))
 
 
 def _bind(index: int, spec: FrameSpec, schema: Schema, all_keys: Lanes) -> Frame:
@@ -226,19 +239,9 @@ def _require_disjoint(specs: Sequence[FrameSpec], schema: Schema) -> None:
     runs: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
     for spec in specs:
         for region in spec.regions:
-            runs[region.tensor].append(_runs(region))
+            runs[region.tensor].append(region.runs())
     for tensor, parts in runs.items():
         spans = np.concatenate(parts)
         spans = spans[np.argsort(spans[:, 0])]
         if (spans[:-1].sum(axis=1) > spans[1:, 0]).any():
             raise LayoutError(f"two regions share elements of {schema.tensors[tensor].name}")
-
-
-def _runs(region: Region) -> NDArray[np.int64]:
-    """Contiguous canonical runs [runs, 2] of a region: first element, length."""
-    dims = list(region.dims)
-    length = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
-    starts = np.array([region.there0], np.int64)
-    for n, stride in dims:
-        starts = (starts[:, None] + np.arange(n) * stride).reshape(-1)
-    return np.stack([starts, np.full_like(starts, length)], axis=1)

@@ -32,20 +32,23 @@ class Patch:
     positions: uint32 [K], ascending, or None when all N elements are given.
     bits: absolute new bits [K] (or [N]).
     base: the frame's old bits [N], borrowed from the baseline, valid until the commit; None if there are none.
-    old_sums, new_sums: digest sums [tensors of the frame, 2] over the changed elements.
+    changed: K, also when all N are given.
+    old_sums, new_sums: digest sums [tensors of the frame, 2] over the elements that are given; the old ones are zero
+    without a base.
     """
 
     frame: Frame
     positions: Positions | None
     bits: Bits
     base: Bits | None
+    changed: int
     old_sums: Lanes
     new_sums: Lanes
 
     @property
-    def changed(self) -> int:
-        """Number of changed elements (all of them when dense)."""
-        return len(self.bits)
+    def where(self) -> str:
+        """What an error's note says."""
+        return f"frame {self.frame.index}"
 
     @property
     def nbytes(self) -> int:

@@ -90,7 +90,7 @@ def _broken(group: str, point: EntryPoint, cause: Exception) -> str:
     if isinstance(cause, ModuleNotFoundError) and cause.name:
         missing = cause.name.partition(".")[0]
         if extra := _extra(point, missing):
-            return f"{message}. Install what it needs: pip install '{_distribution(point)}[{extra}]'"
+            return f"{message}. Install {_distribution(point)} with its extra: '{_distribution(point)}[{extra}]'"
         return f"{message}. Install the distribution that provides the module {missing!r}"
     return message
 

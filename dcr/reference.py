@@ -39,7 +39,8 @@ def read(table: Table, kind: int = NONE) -> Bits:
     """The table's elements, dense, in numbering order: bits [N], after the value map."""
     parts = [_elements(table, row) for row in table.rows]
     dense = np.concatenate(parts) if parts else np.zeros(0, UNSIGNED[table.width])
-    return dense if kind == NONE else cast(dense, kind)
+    result: Bits = dense if kind == NONE else cast(dense, kind)
+    return result
 
 
 def compare(table: Table, base: Bits, kind: int = NONE) -> tuple[Positions, Bits]:

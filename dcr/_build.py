@@ -1,0 +1,3 @@
+"""Written by CMakeLists.txt: whether dcr._native was built."""
+
+NATIVE = True

@@ -1,0 +1,133 @@
+"""The baseline: the trainer's copy of the last committed canonical bits, and what lies over it.
+
+A version in flight is an overlay of patches. The baseline moves only after the head did (`fold`); giving a version up
+drops the overlay. The heal set keeps which elements changed since the oldest version that some member may hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from dcr import digest, kernels
+from dcr.errors import StateError
+from dcr.frames import Layout
+from dcr.patch import Patch
+from dcr.placement import canonical_table
+from dcr.views import Bits, Lanes, Positions
+from dcr.wire import Identity
+
+
+class Baseline:
+    """Committed bits per frame, their digest, and the overlay of the version in flight. Not thread-safe.
+
+    identity: the version whose bits these are; None before the first commit, when frames are empty.
+    lanes: digest uint64 [T, 2] of those bits.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.identity: Identity | None = None
+        self.lanes: Lanes = digest.zero(len(layout.schema.tensors))
+        self._frames: list[Bits | None] = [None] * len(layout.frames)
+        self._overlay: dict[int, Patch] = {}
+
+    def base(self, frame: int) -> Bits | None:
+        """The committed bits [N] of a frame, borrowed until the next `fold`."""
+        return self._frames[frame]
+
+    def adopt(self, frames: list[Bits], identity: Identity, lanes: Lanes) -> None:
+        """Take bits that are known to be those of a committed version."""
+        self._frames, self.identity, self.lanes = list(frames), identity, lanes
+        self._overlay.clear()
+
+    def clear(self) -> None:
+        """Forget all bits: the next version is an anchor."""
+        self._frames, self.identity = [None] * len(self._frames), None
+        self.lanes = digest.zero(len(self.lanes))
+        self._overlay.clear()
+
+    def hold(self, patch: Patch) -> None:
+        """Add to the overlay, before a byte of it leaves."""
+        if patch.frame.index in self._overlay:
+            raise StateError(f"frame {patch.frame.index} was captured twice in one version")
+        self._overlay[patch.frame.index] = patch
+
+    def held(self, frame: int) -> Patch:
+        """The overlay's patch of a frame, to send it again."""
+        return self._overlay[frame]
+
+    def patches(self) -> Iterator[Patch]:
+        """The overlay, in frame order."""
+        return (self._overlay[frame] for frame in sorted(self._overlay))
+
+    def target(self) -> tuple[Lanes, Lanes]:
+        """Digests [T, 2]: of the bits with the overlay applied; and of the old bits that the overlay replaces."""
+        lanes, touched = self.lanes.copy(), np.zeros_like(self.lanes)
+        for patch in self._overlay.values():
+            tensors = list(patch.frame.tensors)
+            touched[tensors] += patch.old_sums
+            lanes[tensors] += patch.new_sums - patch.old_sums
+        return lanes, touched
+
+    def drop(self) -> None:
+        """Give the version in flight up."""
+        self._overlay.clear()
+
+    def fold(self, identity: Identity) -> dict[int, Positions | None]:
+        """The head names `identity`: move the baseline to it, from the overlay's absolute bits.
+
+        Returns the index set: positions per frame, None for all of a frame. Runs in a worker thread.
+        """
+        self.lanes, _ = self.target()
+        for frame, patch in self._overlay.items():
+            base = self._frames[frame]
+            if base is None or patch.positions is None:
+                self._frames[frame] = patch.bits
+            else:
+                kernels.scatter(canonical_table(patch.frame, base), patch.positions, patch.bits)
+        indices = {frame: patch.positions for frame, patch in self._overlay.items()}
+        self.identity = identity
+        self._overlay = {}
+        return indices
+
+
+class HealSet:
+    """Index sets of committed versions, newest last; the union since a version makes any state since then right.
+
+    limit: versions kept; a member that fell further behind is seeded anew.
+    """
+
+    def __init__(self, limit: int = 8) -> None:
+        self._limit = limit
+        self._versions: list[tuple[int, dict[int, Positions | None]]] = []
+
+    def add(self, version: int, indices: dict[int, Positions | None]) -> None:
+        """Keep the index set that a commit returned."""
+        self._versions.append((version, indices))
+        del self._versions[: -self._limit]
+
+    def forget(self, version: int) -> None:
+        """No member holds anything older than this version any more."""
+        self._versions = [kept for kept in self._versions if kept[0] > version]
+
+    def since(self, version: int) -> dict[int, Positions | None] | None:
+        """The union of the index sets of all versions after this one; None if it reaches back too far to be known."""
+        if self._versions and self._versions[0][0] > version + 1 and len(self._versions) == self._limit:
+            return None
+        union: dict[int, Positions | None] = {}
+        for number, indices in self._versions:
+            if number > version:
+                for frame, positions in indices.items():
+                    union[frame] = _union(union[frame], positions) if frame in union else positions
+        return union
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held, in bytes."""
+        return sum(p.nbytes for _, indices in self._versions for p in indices.values() if p is not None)
+
+
+def _union(one: Positions | None, other: Positions | None) -> Positions | None:
+    return None if one is None or other is None else np.union1d(one, other)

@@ -1,0 +1,97 @@
+"""A live torch module on one host as a loader: updates go in place, pointers never change."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+
+from dcr.errors import SchemaError, StateError
+from dcr.frames import Layout
+from dcr.patch import Change
+from dcr.placement import Place, Placement
+from dcr.ready import Ready
+from dcr.sources.tensors import Tied, require_separate, storages_of, tensors_of
+from dcr.views import Lanes
+
+
+class ModuleLoader:
+    """All parameters and persistent buffers of a module in host memory, matched to published tensors by name.
+
+    A tensor that is published under several names, and not tied here, gets every copy. waive: patterns (as in
+    fnmatch) of names that are held here and need not be published.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, waive: Sequence[str] = ()) -> None:
+        self._module = module
+        self._waive = tuple(waive)
+        self._placement: Placement | None = None
+
+    def bind(self, layout: Layout) -> None:
+        """See `dcr.seams.Loader.bind`."""
+        tensors = tensors_of(self._module)
+        require_separate(tensors)
+        storages, index = storages_of(tensors)
+        by_name = {name: number for number, tied in enumerate(tensors) for name in tied.names}
+        places: list[Place] = []
+        owner: dict[int, str] = {}
+        for tensor, spec in enumerate(layout.schema.tensors):
+            found = sorted({by_name[name] for name in (spec.name, *spec.aliases) if name in by_name})
+            if not found:
+                raise SchemaError(_unmatched(spec.name, by_name))
+            for number in found:
+                tied = tensors[number]
+                if number in owner:
+                    raise SchemaError(f"{spec.name} and {owner[number]} are tied here but published apart")
+                owner[number] = spec.name
+                if tied.dtype != spec.dtype or tuple(tied.tensor.shape) != spec.shape:
+                    raise SchemaError(
+                        f"{spec.name}: published as {spec.dtype} {spec.shape}, "
+                        f"held here as {tied.dtype} {tuple(tied.tensor.shape)}"
+                    )
+                places.append(Place(tensor, index[number], tied.box()))
+        self._require_published(tensors, owner)
+        self._placement = Placement(layout, storages, places)
+
+    def epoch(self) -> bytes:
+        """See `dcr.seams.Loader.epoch`."""
+        homes = [(tied.names, tied.home) for tied in tensors_of(self._module)]
+        return hashlib.blake2b(repr(homes).encode(), digest_size=16).digest()
+
+    def prepare(self, frame: int, change: Change) -> Ready:
+        """See `dcr.seams.Loader.prepare`."""
+        return self._bound.prepare(frame, change)
+
+    def install(self, ready: Ready) -> None:
+        """See `dcr.seams.Loader.install`."""
+        self._bound.install(ready)
+
+    def undo(self, ready: Ready) -> None:
+        """See `dcr.seams.Loader.undo`."""
+        self._bound.undo(ready)
+
+    def digest(self) -> Lanes:
+        """See `dcr.seams.Loader.digest`."""
+        return self._bound.digest()
+
+    @property
+    def _bound(self) -> Placement:
+        if self._placement is None:
+            raise StateError("the loader is not bound to a layout yet; call bind first")
+        return self._placement
+
+    def _require_published(self, tensors: Sequence[Tied], owner: dict[int, str]) -> None:
+        for number, tied in enumerate(tensors):
+            if number not in owner and not any(fnmatchcase(tied.name, pattern) for pattern in self._waive):
+                raise SchemaError(
+                    f"{tied.name} is held here and not published: it would keep old bits for ever; publish or waive it"
+                )
+
+
+def _unmatched(name: str, known: dict[str, int]) -> str:
+    near = difflib.get_close_matches(name, known, n=3)
+    hint = f"; near names here: {', '.join(near)}" if near else ""
+    return f"{name} is published and has no place here{hint}"

@@ -1,0 +1,344 @@
+"""The runner: typed stages joined by bounded queues, fail-stop, with statistics that name the bottleneck.
+
+An item *moves*: a stage that has sent it may not touch it afterwards. A stage ends when its inbox is exhausted; the
+runner then closes its outbox. The first error stops every stage and is raised bare, with notes that say where.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Generic, TypeVar, cast, overload
+
+import anyio
+import anyio.to_thread
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from dcr.errors import StateError
+from dcr.observe import StageStatistics, Summary
+from dcr.seams import Stage
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
+F = TypeVar("F")
+G = TypeVar("G")
+Taken = TypeVar("Taken", covariant=True)
+Sent = TypeVar("Sent", contravariant=True)
+
+
+class Drop:
+    """The type of DROP."""
+
+    def __repr__(self) -> str:
+        return "dcr.DROP"
+
+
+DROP: Final = Drop()
+
+
+class _Meter:
+    """Counts what one stage does."""
+
+    def __init__(self, name: str, workers: int) -> None:
+        self.name = name
+        self.workers = workers
+        self.items = 0
+        self.nbytes = 0
+        self.blocked_in_s = 0.0
+        self.blocked_out_s = 0.0
+        self.started_s = time.monotonic()
+        self.ended_s = self.started_s
+
+    def statistics(self) -> StageStatistics:
+        lifetime_s = (self.ended_s - self.started_s) * self.workers
+        busy_s = max(0.0, lifetime_s - self.blocked_in_s - self.blocked_out_s)
+        return StageStatistics(
+            self.name, self.workers, self.items, self.nbytes, busy_s, self.blocked_in_s, self.blocked_out_s
+        )
+
+
+class Inbox(Generic[Taken]):
+    """The items that a stage takes; iterate over it, from several tasks if you like."""
+
+    def __init__(self, stream: MemoryObjectReceiveStream[Taken], meter: _Meter) -> None:
+        self._stream = stream
+        self._meter = meter
+
+    def __aiter__(self) -> Inbox[Taken]:
+        return self
+
+    async def __anext__(self) -> Taken:
+        before = time.monotonic()
+        try:
+            item = await self._stream.receive()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
+        finally:
+            self._meter.blocked_in_s += time.monotonic() - before
+        self._meter.items += 1
+        self._meter.nbytes += getattr(item, "nbytes", 0)
+        return item
+
+    def close(self) -> None:
+        """Take no more: whoever sends to it is told, and what still waits is given up."""
+        while True:
+            try:
+                discard(self._stream.receive_nowait())
+            except (anyio.WouldBlock, anyio.EndOfStream):
+                break
+        self._stream.close()
+
+
+class Outbox(Generic[Sent]):
+    """Where a stage sends its items; `send` waits while the queue is full."""
+
+    def __init__(
+        self, stream: MemoryObjectSendStream[Sent] | None, sink: Callable[[Sent], None] | None, meter: _Meter
+    ) -> None:
+        self._stream = stream
+        self._sink = sink
+        self._meter = meter
+
+    async def send(self, item: Sent) -> None:
+        """Hand an item on.
+
+        Raises:
+            StateError: the next stage returned although there was more to come.
+        """
+        if self._sink is not None:
+            self._sink(item)
+        if self._stream is None:
+            return
+        with self.waiting():
+            try:
+                await self._stream.send(item)
+            except anyio.get_cancelled_exc_class():
+                discard(item)
+                raise
+            except anyio.BrokenResourceError:
+                discard(item)
+                raise StateError(
+                    f"the stage after {self._meter.name!r} returned before its inbox was exhausted; "
+                    "read the inbox to its end"
+                ) from None
+
+    def close(self) -> None:
+        """Send no more: the next stage's inbox ends."""
+        if self._stream is not None:
+            self._stream.close()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time spent in here counts as blocked on output, such as waiting for a lease."""
+        before = time.monotonic()
+        try:
+            yield
+        finally:
+            self._meter.blocked_out_s += time.monotonic() - before
+
+
+def discard(item: object) -> None:
+    """An item goes no further: if it holds something (`release`), give it back."""
+    release = getattr(item, "release", None)
+    if release is not None:
+        release()
+
+
+async def serve(
+    inbox: Inbox[A],
+    outbox: Outbox[B],
+    work: Callable[[A], B | Drop | Awaitable[B | Drop]],
+    *,
+    workers: int = 1,
+) -> None:
+    """Run `work` over all items with a number of workers, each item's result going to the outbox.
+
+    A plain function runs in a worker thread (with as many threads as workers); a coroutine function on the event
+    loop. DROP as a result sends nothing. With several workers, results may overtake each other.
+    """
+    limiter = anyio.CapacityLimiter(workers)
+    is_async = inspect.iscoroutinefunction(work) or inspect.iscoroutinefunction(getattr(work, "__call__", None))  # noqa: B004
+
+    async def worker() -> None:
+        async for item in inbox:
+            try:
+                if is_async:
+                    result = await cast(Awaitable[B | Drop], work(item))
+                else:
+                    result = cast(B | Drop, await anyio.to_thread.run_sync(work, item, limiter=limiter))
+            except BaseException as error:
+                discard(item)
+                if (where := getattr(item, "where", None)) is not None:
+                    error.add_note(str(where))
+                raise
+            if not isinstance(result, Drop):
+                await outbox.send(result)
+
+    if workers == 1:
+        await worker()
+        return
+    await gather_bare([worker] * workers)
+
+
+async def gather_bare(tasks: Iterable[Callable[[], Awaitable[Any]]]) -> None:
+    """Run tasks together; the first error cancels the others and is raised itself, not in a group."""
+    first: list[Exception] = []
+
+    async def guarded(task: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            await task()
+        except Exception as error:
+            first.append(error)
+            group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        for task in tasks:
+            group.start_soon(guarded, task)
+    if first:
+        raise first[0]
+
+
+class FunctionStage(Generic[A, B]):
+    """A plain function as a stage."""
+
+    def __init__(
+        self, function: Callable[[A], B | Drop | Awaitable[B | Drop]], *, workers: int = 1, name: str | None = None
+    ) -> None:
+        self.function = function
+        self.workers = workers
+        self.name = name or getattr(function, "__name__", type(function).__name__)
+
+    def __call__(self, item: A) -> B | Drop | Awaitable[B | Drop]:
+        return self.function(item)
+
+    async def run(self, inbox: Inbox[A], outbox: Outbox[B]) -> None:
+        await serve(inbox, outbox, self.function, workers=self.workers)
+
+
+@overload
+def stage(function: Callable[[A], Awaitable[B | Drop]], /) -> FunctionStage[A, B]: ...
+@overload
+def stage(function: Callable[[A], B | Drop], /) -> FunctionStage[A, B]: ...
+@overload
+def stage(*, workers: int = 1, name: str | None = None) -> Callable[[Callable[[A], B | Drop]], FunctionStage[A, B]]: ...
+def stage(function: Any = None, /, *, workers: int = 1, name: str | None = None) -> Any:
+    """Make a stage of a function that takes one item and returns one, or DROP.
+
+    A plain function runs in a worker thread of the stage's own, a coroutine function on the event loop.
+    """
+    if function is not None:
+        return FunctionStage(function)
+    return lambda decorated: FunctionStage(decorated, workers=workers, name=name)
+
+
+class Pipeline(Generic[A, B]):
+    """Stages in order, each taking what the one before it sends; a wrong order is a type error.
+
+    depth: how many items may wait between two stages. A stage with an attribute `depth` sets its own outbox's.
+    """
+
+    @overload
+    def __init__(self: Pipeline[A, B], s1: Stage[A, B], /, *, depth: int = 2) -> None: ...
+    @overload
+    def __init__(self: Pipeline[A, C], s1: Stage[A, B], s2: Stage[B, C], /, *, depth: int = 2) -> None: ...
+    @overload
+    def __init__(
+        self: Pipeline[A, D], s1: Stage[A, B], s2: Stage[B, C], s3: Stage[C, D], /, *, depth: int = 2
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: Pipeline[A, E], s1: Stage[A, B], s2: Stage[B, C], s3: Stage[C, D], s4: Stage[D, E], /, *, depth: int = 2
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: Pipeline[A, F],
+        s1: Stage[A, B],
+        s2: Stage[B, C],
+        s3: Stage[C, D],
+        s4: Stage[D, E],
+        s5: Stage[E, F],
+        /,
+        *,
+        depth: int = 2,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: Pipeline[A, G],
+        s1: Stage[A, B],
+        s2: Stage[B, C],
+        s3: Stage[C, D],
+        s4: Stage[D, E],
+        s5: Stage[E, F],
+        s6: Stage[F, G],
+        /,
+        *,
+        depth: int = 2,
+    ) -> None: ...
+    @overload
+    def __init__(self: Pipeline[Any, Any], /, *stages: Stage[Any, Any], depth: int = 2) -> None: ...
+    def __init__(self, /, *stages: Stage[Any, Any], depth: int = 2) -> None:
+        if not stages:
+            raise StateError("a pipeline needs at least one stage")
+        self._stages = stages
+        self._depth = depth
+
+    async def run(self, items: Iterable[A] | AsyncIterable[A], *, into: Callable[[B], None] | None = None) -> Summary:
+        """Feed all items through; what the last stage sends is given to `into`.
+
+        Raises: the first error of any stage, bare, with notes that name stage and item.
+        """
+        meters = [_Meter(stage.name, getattr(stage, "workers", 1)) for stage in self._stages]
+        tasks = self._tasks(items, meters, into)
+        before = time.monotonic()
+        await gather_bare(tasks)
+        return Summary(time.monotonic() - before, tuple(meter.statistics() for meter in meters))
+
+    def _tasks(
+        self, items: Iterable[A] | AsyncIterable[A], meters: list[_Meter], into: Callable[[B], None] | None
+    ) -> list[Callable[[], Awaitable[None]]]:
+        send, receive = anyio.create_memory_object_stream[Any](self._depth)
+        tasks: list[Callable[[], Awaitable[None]]] = [_feed(items, send)]
+        for index, (one, meter) in enumerate(zip(self._stages, meters, strict=True)):
+            inbox, onward = Inbox(receive, meter), None
+            if index + 1 < len(self._stages):
+                onward, receive = anyio.create_memory_object_stream[Any](getattr(one, "depth", self._depth))
+            outbox = Outbox(onward, None if onward else into, meter)
+            tasks.append(_staged(one, inbox, outbox, meter))
+        return tasks
+
+
+def _feed(items: Iterable[A] | AsyncIterable[A], send: MemoryObjectSendStream[A]) -> Callable[[], Awaitable[None]]:
+    async def feed() -> None:
+        async with send:
+            try:
+                if isinstance(items, AsyncIterable):
+                    async for item in items:
+                        await send.send(item)
+                else:
+                    for item in items:
+                        await send.send(item)
+            except anyio.BrokenResourceError:
+                raise StateError("the first stage returned before its inbox was exhausted") from None
+
+    return feed
+
+
+def _staged(one: Stage[A, B], inbox: Inbox[A], outbox: Outbox[B], meter: _Meter) -> Callable[[], Awaitable[None]]:
+    async def run() -> None:
+        meter.started_s = time.monotonic()
+        try:
+            await one.run(inbox, outbox)
+        except Exception as error:
+            error.add_note(f"in stage {one.name!r}")
+            raise
+        finally:
+            meter.ended_s = time.monotonic()
+            inbox.close()
+            outbox.close()
+
+    return run

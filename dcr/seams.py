@@ -1,0 +1,204 @@
+"""The protocols that join the rooms. Whatever has these members fits; nothing need be imported to implement them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from dcr.frames import Layout, Shard
+from dcr.patch import Change, Operation
+from dcr.schema import Schema
+from dcr.views import Bits, Lanes
+from dcr.wire import Head, Identity, MemberRef, Message
+
+if TYPE_CHECKING:
+    from dcr.pipeline import Inbox, Outbox
+    from dcr.ready import Ready
+
+In = TypeVar("In", contravariant=True)
+Out = TypeVar("Out", covariant=True)
+
+
+class Stage(Protocol[In, Out]):
+    """One step of a pipeline. Optional attributes: workers (tasks it runs), depth (of its outbox)."""
+
+    @property
+    def name(self) -> str:
+        """What statistics and errors call it."""
+        ...
+
+    async def run(self, inbox: Inbox[In], outbox: Outbox[Out]) -> None:
+        """Take items until the inbox is exhausted; raise to stop the whole pipeline."""
+        ...
+
+
+class Codec(Protocol):
+    """A change of one frame, to bytes and back. Pure."""
+
+    @property
+    def name(self) -> str:
+        """What the chunk header says; a receiver finds the codec by it."""
+        ...
+
+    @property
+    def needs_base(self) -> bool:
+        """True if decoding needs the frame's old bits."""
+        ...
+
+    def encode(self, change: Change, numel: int) -> bytes:
+        """Bytes of a change of a frame of numel elements."""
+        ...
+
+    def decode(self, body: bytes, *, operation: Operation, changed: int, numel: int, width: int) -> Change:
+        """The inverse.
+
+        Raises:
+            PayloadError: the body does not decode to `changed` values within the frame.
+        """
+        ...
+
+
+class Link(Protocol):
+    """An open connection of one side (sender or member) to a run."""
+
+    async def send(self, message: Message) -> None:
+        """Hand a message over; returns when the transport holds it.
+
+        Raises:
+            RemoteError, OSError: it was not handed over.
+        """
+        ...
+
+    async def receive(self) -> Message:
+        """The next message for this side.
+
+        Raises:
+            IncompleteError: the link closed. A closed link is never success.
+        """
+        ...
+
+
+class Ledger(Protocol):
+    """Where the head lives."""
+
+    async def read(self) -> tuple[Head | None, bytes]:
+        """The head and a tag for `swap`; None before the first swap."""
+        ...
+
+    async def swap(self, head: Head, tag: bytes) -> bool:
+        """Replace the head if it still has this tag; False if it has not.
+
+        Raises: anything else leaves the outcome unknown; read it back.
+        """
+        ...
+
+
+class Store(Protocol):
+    """A transport that keeps committed versions."""
+
+    def read(self, identity: Identity) -> AsyncIterator[Message]:
+        """The Open, every Chunk and the Seal of a committed version.
+
+        Raises:
+            IncompleteError: a part of it is missing or cut short; names it.
+        """
+        ...
+
+    async def prune(self, keep: int) -> None:
+        """Remove versions that no chain from an anchor to the newest `keep` versions needs."""
+        ...
+
+
+class Run(Protocol):
+    """What a transport opens: a run's ledger, its store (None if it keeps nothing), and links to it."""
+
+    @property
+    def ledger(self) -> Ledger: ...
+
+    @property
+    def store(self) -> Store | None: ...
+
+    def sender(self) -> AbstractAsyncContextManager[Link]:
+        """The publisher's link: takes Open, Chunk, Seal, Abort, Commit; gives Join, Leave, Ack, Nack."""
+        ...
+
+    def member(self, ref: MemberRef) -> AbstractAsyncContextManager[Link]:
+        """A member's link: the other way round."""
+        ...
+
+
+class Transport(Protocol):
+    """A value that opens runs by URL; found through the entry-point group dcr.transports by the URL's scheme."""
+
+    def open(self, url: str) -> AbstractAsyncContextManager[Run]:
+        """Open a run.
+
+        Raises:
+            LocalError: the URL does not make sense; says what was expected.
+        """
+        ...
+
+
+class Source(Protocol):
+    """A trainer rank's weights: schema, shard map, and integer views of its storages."""
+
+    @property
+    def schema(self) -> Schema: ...
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """The shard map; Shard.storage indexes `storages()`."""
+        ...
+
+    def storages(self) -> Sequence[Bits]:
+        """The live storages, as flat unsigned arrays, borrowed.
+
+        Raises:
+            StorageRebound: a weight no longer lives where the shard map says.
+        """
+        ...
+
+
+class Loader(Protocol):
+    """One engine rank, seen by what can be done to its weights. Calls run in worker threads, one at a time."""
+
+    def bind(self, layout: Layout) -> None:
+        """Fix where each frame's elements go. Called once per layout, before anything else, mutates no weight.
+
+        Raises:
+            SchemaError: a published tensor has no place here, a weight here is not published, or dtypes differ.
+        """
+        ...
+
+    def epoch(self) -> bytes:
+        """A fingerprint of where all weights lie; when it changes, what was bound is no longer true."""
+        ...
+
+    def prepare(self, frame: int, change: Change) -> Ready:
+        """Read the old bits of what will be touched and resolve the change to absolute bits. Writes nothing."""
+        ...
+
+    def install(self, ready: Ready) -> None:
+        """Write absolute bits and read them back.
+
+        Raises:
+            ReadBackError: memory does not hold what was written.
+        """
+        ...
+
+    def undo(self, ready: Ready) -> None:
+        """Write the old bits back, and read them back.
+
+        Raises:
+            ReadBackError: as for install.
+        """
+        ...
+
+    def digest(self) -> Lanes:
+        """Digest uint64 [T, 2] of the layout's tensors, recomputed from memory.
+
+        Raises:
+            DigestMismatch: copies of one tensor differ.
+        """
+        ...

@@ -1,0 +1,80 @@
+"""A whole torch module on one host as a source: every tensor is one box."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+
+from dcr import reference
+from dcr.errors import SchemaError, StorageRebound
+from dcr.frames import Shard
+from dcr.schema import Schema, TensorSpec
+from dcr.sources.tensors import Tied, storages_of, tensors_of
+from dcr.views import Bits
+
+CASTS = {("float32", "bfloat16"): reference.F32_BF16, ("float32", "float16"): reference.F32_F16}
+
+
+class ModuleSource:
+    """All parameters and persistent buffers of a module in host memory, any dtype, any strides, tied ones once.
+
+    dtype: the checkpoint's dtype where it is not the module's own. One name applies to all float32 *parameters*
+    (fp32 masters of a bf16 checkpoint); buffers keep theirs. A mapping from name patterns (as in fnmatch) to dtypes
+    says more; the first pattern that fits counts, and what fits none stays as it is.
+
+    Raises:
+        SchemaError: a tensor cannot be published, or cannot be cast as asked; names it.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, dtype: str | Mapping[str, str] | None = None) -> None:
+        self._module = module
+        self._tensors = tensors_of(module)
+        if not self._tensors:
+            raise SchemaError(f"{type(module).__name__} has neither parameters nor persistent buffers")
+        self._homes = [tied.home for tied in self._tensors]
+        self._storages, index = storages_of(self._tensors)
+        wanted = [_canonical_dtype(tied, dtype) for tied in self._tensors]
+        self.schema = Schema(
+            tuple(
+                TensorSpec(tied.name, want, tuple(tied.tensor.shape), tied.names[1:])
+                for tied, want in zip(self._tensors, wanted, strict=True)
+            )
+        )
+        self.shards: Sequence[Shard] = [
+            Shard(number, storage, tied.box(), _kind(tied, want))
+            for number, (tied, storage, want) in enumerate(zip(self._tensors, index, wanted, strict=True))
+        ]
+
+    def storages(self) -> Sequence[Bits]:
+        """See `dcr.seams.Source.storages`."""
+        now = tensors_of(self._module)
+        homes = {tied.name: tied.home for tied in now}
+        for tied, home in zip(self._tensors, self._homes, strict=True):
+            if homes.pop(tied.name, None) != home:
+                raise StorageRebound(
+                    f"{tied.name} was replaced, moved or reshaped since the source was made; make a new one"
+                )
+        if homes:
+            raise StorageRebound(f"{next(iter(homes))} was added since the source was made; make a new one")
+        return self._storages
+
+
+def _canonical_dtype(tied: Tied, dtype: str | Mapping[str, str] | None) -> str:
+    if isinstance(dtype, str):
+        return dtype if tied.is_parameter and tied.dtype == "float32" else tied.dtype
+    for pattern, wanted in (dtype or {}).items():
+        if fnmatchcase(tied.name, pattern):
+            return wanted
+    return tied.dtype
+
+
+def _kind(tied: Tied, wanted: str) -> int:
+    if wanted == tied.dtype:
+        return reference.NONE
+    try:
+        return CASTS[tied.dtype, wanted]
+    except KeyError:
+        known = ", ".join(f"{have} to {want}" for have, want in CASTS)
+        raise SchemaError(f"{tied.name}: no cast from {tied.dtype} to {wanted}; known: {known}") from None

@@ -1,0 +1,146 @@
+"""The tensors of a torch module as integer storages: what module sources and module loaders share.
+
+Every parameter and every persistent buffer counts, under each of its names. Tensors that are one and the same region
+of one storage are tied: they have one owner, the name that comes first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dcr.boxes import Box, is_injective, whole
+from dcr.errors import LayoutError, SchemaError
+from dcr.schema import WIDTHS
+from dcr.views import UNSIGNED, Bits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tied:
+    """One tensor and all the names that it has in a module, the owner's first."""
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    is_parameter: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def dtype(self) -> str:
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    @property
+    def home(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...], str]:
+        """What must not change while a map of this tensor is in use: where it lies, its shape, strides and dtype."""
+        tensor = self.tensor
+        storage = tensor.untyped_storage().data_ptr()
+        return storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), self.dtype
+
+    def box(self) -> Box:
+        """From its storage to canonical coordinates."""
+        return whole(self.tensor.shape, self.tensor.stride(), int(self.tensor.storage_offset()))
+
+
+def tensors_of(module: torch.nn.Module) -> list[Tied]:
+    """All tensors of a module in the order of their owners' names.
+
+    Raises:
+        SchemaError: a tensor is not dense host memory of a known dtype; names it.
+    """
+    groups: dict[object, tuple[list[str], torch.Tensor, bool]] = {}
+    for name, tensor, is_parameter in _named(module):
+        _require_plain(name, tensor)
+        one = Tied((name,), tensor, is_parameter)
+        key: object = one.home if tensor.numel() else name
+        names, _, _ = groups.setdefault(key, ([], tensor.detach(), is_parameter))
+        names.append(name)
+    return [Tied(tuple(names), tensor, is_parameter) for names, tensor, is_parameter in groups.values()]
+
+
+def storages_of(tensors: Sequence[Tied]) -> tuple[list[Bits], list[int]]:
+    """The distinct storages under some tensors as flat unsigned arrays that share their memory, and each one's index.
+
+    Raises:
+        SchemaError: two tensors of different element widths share a storage.
+    """
+    index: dict[int, int] = {}
+    owner: dict[int, Tied] = {}
+    storages: list[Bits] = []
+    of_tensor: list[int] = []
+    for tied in tensors:
+        pointer = tied.tensor.untyped_storage().data_ptr()
+        if pointer == 0 or pointer not in index:
+            index[pointer] = len(storages)
+            owner[pointer] = tied
+            storages.append(_flat(tied.tensor))
+        elif WIDTHS[owner[pointer].dtype] != WIDTHS[tied.dtype]:
+            raise SchemaError(f"{tied.name} and {owner[pointer].name} share memory but not an element width")
+        of_tensor.append(index[pointer])
+    return storages, of_tensor
+
+
+def require_separate(tensors: Sequence[Tied]) -> None:
+    """Writable tensors: no element of memory may belong to two of them, or twice to one.
+
+    Raises:
+        LayoutError: names the tensors.
+    """
+    by_storage: dict[int, list[Tied]] = {}
+    for tied in tensors:
+        box = tied.box()
+        if not is_injective([(dim.n, dim.here) for dim in box.dims]):
+            raise LayoutError(f"{tied.name} is expanded (stride {tied.tensor.stride()}): it has no memory of its own")
+        if box.numel:
+            by_storage.setdefault(tied.tensor.untyped_storage().data_ptr(), []).append(tied)
+    for group in by_storage.values():
+        group.sort(key=lambda tied: tied.box().here_bounds)
+        for before, tied in itertools.pairwise(group):
+            if before.box().here_bounds[1] >= tied.box().here_bounds[0] and _overlap(group):
+                raise LayoutError(f"{before.name} and {tied.name} share part of their memory")
+
+
+def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        dot = prefix + "." if prefix else ""
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                yield dot + name, parameter, True
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield dot + name, buffer, False
+
+
+def _require_plain(name: str, tensor: torch.Tensor) -> None:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if torch.nn.parameter.is_lazy(tensor):
+        raise SchemaError(f"{name} is not initialised yet; run the module once first")
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or type(tensor.data) is not torch.Tensor:
+        raise SchemaError(
+            f"{name}: expected a dense tensor in host memory, found {type(tensor.data).__name__} "
+            f"({tensor.layout}, {tensor.device}); it needs a source or loader of its kind (see `dcr plugins`)"
+        )
+    if dtype not in WIDTHS:
+        raise SchemaError(f"{name}: dtype {dtype} is not one of {', '.join(WIDTHS)}")
+
+
+def _flat(tensor: torch.Tensor) -> Bits:
+    width = tensor.element_size()
+    octets = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    flat: Bits = octets.numpy()[: octets.numel() // width * width].view(UNSIGNED[width])
+    return flat
+
+
+def _overlap(group: Sequence[Tied]) -> bool:
+    """True if some element of one storage belongs to two tensors; exact, and only asked where bounds overlap."""
+    taken = np.zeros(group[0].tensor.untyped_storage().nbytes() // group[0].tensor.element_size(), np.uint8)
+    for tied in group:
+        tensor = tied.tensor
+        view = np.lib.stride_tricks.as_strided(taken[tensor.storage_offset() :], tensor.shape, tensor.stride())
+        view += 1
+    return bool((taken > 1).any())

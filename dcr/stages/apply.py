@@ -1,0 +1,129 @@
+"""Apply: changes to absolute bits that are ready, and from there into live memory, with an undo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from dcr import digest
+from dcr.errors import BaseMismatch, DigestMismatch, IncompleteError, PayloadError, Poisoned
+from dcr.frames import Layout
+from dcr.patch import Operation
+from dcr.pipeline import Inbox, Outbox, serve
+from dcr.ready import Ready
+from dcr.seams import Loader
+from dcr.stages.compress import Unpacked
+from dcr.views import Lanes
+from dcr.wire import Message, Seal
+
+
+class Prepare:
+    """Changes in, ready frames out: old bits gathered, values absolute, sums compared. Writes nothing."""
+
+    name = "prepare"
+    workers = 1
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    async def run(self, inbox: Inbox[Unpacked], outbox: Outbox[Ready]) -> None:
+        """See `dcr.seams.Stage`."""
+        await serve(inbox, outbox, self.prepare)
+
+    def prepare(self, unpacked: Unpacked) -> Ready:
+        """One frame, ready.
+
+        Raises:
+            BaseMismatch: live memory does not hold the bits that the change starts from.
+            PayloadError: the decoded bits are not those that were sealed.
+        """
+        ready = self._loader.prepare(unpacked.chunk.frame, unpacked.change)
+        check_content(unpacked, ready)
+        return ready
+
+
+def check_content(unpacked: Unpacked, ready: Ready) -> None:
+    """Compare the absolute bits with the chunk's content digest; raises as `Prepare.prepare`."""
+    chunk = unpacked.chunk
+    if digest.total(ready.new_sums) == chunk.content:
+        return
+    if unpacked.change.operation is Operation.OVERWRITE:
+        raise PayloadError(f"{chunk.identity}: frame {chunk.frame} decodes to other bits than were sealed")
+    raise BaseMismatch(f"{chunk.identity}: frame {chunk.frame} does not start from the bits that live memory holds")
+
+
+def sealed_digests(seal: Seal, body: bytes, layout: Layout) -> tuple[Lanes, Lanes, Lanes]:
+    """Base, target and touched-old digests [T, 2] of a seal.
+
+    Raises:
+        PayloadError: the body does not fit the layout, or the roots in the seal.
+    """
+    tensors = len(layout.schema.tensors)
+    if len(body) != 3 * 16 * tensors:
+        raise PayloadError(f"{seal.identity}: its seal has {len(body)} bytes of digests, {48 * tensors} were expected")
+    base, target, touched = np.split(digest.unpack(body), 3)
+    if digest.root(base) != seal.base_root or digest.root(target) != seal.root:
+        raise PayloadError(f"{seal.identity}: the digests in its seal do not match their roots")
+    return base, target, touched
+
+
+def verify(sealed: Message, layout: Layout, held: Lanes, readies: Iterable[Ready]) -> Lanes:
+    """Before a vote: that what is ready leads from the bits held here to those sealed. Returns the target digest.
+
+    held: digest [T, 2] of live memory.
+
+    Raises:
+        IncompleteError: an anchor without some frame. BaseMismatch: other old bits. DigestMismatch: other new bits.
+    """
+    seal = sealed.header
+    assert isinstance(seal, Seal)
+    base, target, touched = sealed_digests(seal, sealed.body, layout)
+    old, reached, frames = np.zeros_like(held), held.copy(), set[int]()
+    for ready in readies:
+        tensors = list(layout.frames[ready.frame].tensors)
+        old[tensors] += ready.old_sums
+        reached[tensors] += ready.new_sums - ready.old_sums
+        frames.add(ready.frame)
+        if seal.base is not None and not ready.copies_agree:
+            raise BaseMismatch(f"{seal.identity}: two copies of a tensor in frame {ready.frame} differ in live memory")
+    if seal.base is not None:
+        _require_base(seal, layout, held=held, base=base, old=old, touched=touched)
+    elif missing := set(range(len(layout.frames))) - frames:
+        raise IncompleteError(f"{seal.identity}: an anchor without frames {sorted(missing)[:8]}")
+    digest.require_equal(reached, target, layout.schema, f"{seal.identity}: prepared and sealed digests")
+    return target
+
+
+def _require_base(seal: Seal, layout: Layout, *, held: Lanes, base: Lanes, old: Lanes, touched: Lanes) -> None:
+    try:
+        digest.require_equal(held, base, layout.schema, f"{seal.identity}: held and base digests")
+        digest.require_equal(old, touched, layout.schema, f"{seal.identity}: sums of touched old bits")
+    except DigestMismatch as error:
+        raise BaseMismatch(str(error)) from None
+
+
+def install(loader: Loader, readies: Sequence[Ready]) -> None:
+    """Write everything that is ready and read it back; what fails half-way is undone. Runs in one worker thread.
+
+    Raises:
+        Exception: what went wrong; live memory is as before.
+        Poisoned: it went wrong and could not be undone.
+    """
+    begun: list[Ready] = []
+    try:
+        for ready in readies:
+            begun.append(ready)
+            loader.install(ready)
+    except BaseException as error:
+        _undo(loader, begun, error)
+        raise
+
+
+def _undo(loader: Loader, begun: Sequence[Ready], cause: BaseException) -> None:
+    try:
+        for ready in reversed(begun):
+            loader.undo(ready)
+    except BaseException as error:
+        error.add_note(f"while undoing an installation that failed with {cause!r}")
+        raise Poisoned("an installation failed and could not be undone: live memory may hold half a version") from error

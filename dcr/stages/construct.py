@@ -1,0 +1,126 @@
+"""Construct: find what changed in one frame of the live weights, against the baseline.
+
+    N  elements of a frame      K  changed ones
+
+One pass over memory per frame: N source elements and N baseline elements are read, K positions and bits are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from dcr import kernels
+from dcr.baseline import Baseline
+from dcr.errors import DigestMismatch
+from dcr.frames import Frame, SourceFrame
+from dcr.patch import Patch
+from dcr.pipeline import DROP, Drop, Inbox, Outbox, serve
+from dcr.placement import canonical_table
+from dcr.views import STORAGE, Bits, Table
+
+
+class Construct:
+    """Frame numbers in, patches out; frames without a change send nothing.
+
+    Patches lie in the baseline's overlay until the commit, so the outbox has room for all of them and capturing the
+    weights never waits for the link.
+
+    audited: a frame whose captured weights are digested as well, so that a compare that missed something is found.
+    captured: called when every frame has been read.
+    """
+
+    name = "construct"
+
+    def __init__(
+        self,
+        baseline: Baseline,
+        plan: Sequence[SourceFrame],
+        storages: Sequence[Bits],
+        *,
+        workers: int = 1,
+        audited: int | None = None,
+        captured: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.workers = workers
+        self.depth = max(1, len(plan))
+        self._baseline = baseline
+        self._plan = plan
+        self._storages = storages
+        self._audited = audited
+        self._captured = captured
+
+    async def run(self, inbox: Inbox[int], outbox: Outbox[Patch]) -> None:
+        """See `dcr.seams.Stage`."""
+        limiter = anyio.CapacityLimiter(self.workers)
+
+        async def capture(index: int) -> Patch | Drop:
+            patch = await anyio.to_thread.run_sync(self.patch, index, limiter=limiter)
+            if patch is None:
+                return DROP
+            self._baseline.hold(patch)
+            return patch
+
+        await serve(inbox, outbox, capture, workers=self.workers)
+        self._captured()
+
+    def patch(self, index: int) -> Patch | None:
+        """The patch of one frame, None if nothing changed; runs in a worker thread.
+
+        Raises:
+            DigestMismatch: the audited frame's captured bits are not what the patch says.
+        """
+        frame, source = self._baseline.layout.frames[index], self._plan[index]
+        table, base = source_table(source, self._storages), self._baseline.base(index)
+        if base is None:
+            return _anchor(frame, table, source.kind)
+        patch = _delta(frame, table, source.kind, base)
+        if index == self._audited:
+            _audit(frame, table, source.kind, base, patch)
+        return patch
+
+
+def source_table(source: SourceFrame, storages: Sequence[Bits]) -> Table:
+    """Where a frame's elements lie in the live storages; only those that it uses, so that all have one width."""
+    used, rows = np.unique(source.rows[:, STORAGE], return_inverse=True)
+    local = source.rows.copy()
+    local[:, STORAGE] = rows
+    return Table(tuple(storages[storage] for storage in used), local)
+
+
+def _anchor(frame: Frame, table: Table, kind: int) -> Patch:
+    """All N elements: these very bits become the baseline's."""
+    bits = kernels.read(table, kind)
+    new_sums = kernels.digest(canonical_table(frame, bits), frame.keys)
+    return Patch(frame, None, bits, None, frame.numel, np.zeros_like(new_sums), new_sums)
+
+
+def _delta(frame: Frame, table: Table, kind: int, base: Bits) -> Patch | None:
+    positions, bits = kernels.compare(table, base, kind)
+    if not len(positions):
+        return None
+    canonical = canonical_table(frame, base)
+    if positions.nbytes + bits.nbytes < base.nbytes:
+        old_sums = kernels.digest_at(canonical, frame.keys, positions, base[positions])
+        new_sums = kernels.digest_at(canonical, frame.keys, positions, bits)
+        return Patch(frame, positions, bits, base, len(positions), old_sums, new_sums)
+    dense = base.copy()
+    dense[positions] = bits
+    old_sums = kernels.digest(canonical, frame.keys)
+    new_sums = kernels.digest(canonical_table(frame, dense), frame.keys)
+    return Patch(frame, None, dense, base, len(positions), old_sums, new_sums)
+
+
+def _audit(frame: Frame, table: Table, kind: int, base: Bits, patch: Patch | None) -> None:
+    captured = kernels.digest(table, frame.keys, kind)
+    expected = kernels.digest(canonical_table(frame, base), frame.keys)
+    if patch is not None:
+        expected += patch.new_sums - patch.old_sums
+    if (captured != expected).any():
+        raise DigestMismatch(
+            f"frame {frame.index}: the captured weights do not match the patch made of them; "
+            "were they written to before captured() returned?"
+        )
