@@ -1,0 +1,138 @@
+"""What may import what: the pure rooms stay pure, and nothing starts torch before it is needed.
+
+The rooms are read as source (ast), so an import hidden in a function counts too.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+import dcr
+
+PACKAGE = Path(dcr.__file__).parent
+
+ROOMS = (
+    "errors",
+    "schema",
+    "boxes",
+    "views",
+    "reference",
+    "kernels",
+    "patch",
+    "digest",
+    "codec",
+    "wire",
+    "commit",
+    "frames",
+    "placement",
+)
+# Besides each other. `kernels` picks from the compiled module, and asks the build whether there is one.
+PURE = {"numpy", "msgspec"}
+ALSO = {"codec": {"zstandard"}, "kernels": {"dcr._native", "dcr._build"}}
+# Standard modules with a file, a clock, a process, a thread or chance behind them.
+IMPURE = {
+    *("asyncio", "concurrent", "ctypes", "datetime", "fcntl", "glob", "importlib", "io", "mmap", "multiprocessing"),
+    *("os", "pathlib", "pickle", "queue", "random", "secrets", "select", "selectors", "shutil", "signal", "socket"),
+    *("sqlite3", "ssl", "subprocess", "tempfile", "threading", "time", "urllib", "uuid"),
+}
+# Only these may name torch, and only when somebody asks for them.
+TORCH_ROOMS = ("sources", "loaders", "cli/demo")
+
+
+def _sources(room: str) -> list[Path]:
+    """The files of one room, which is a module or a folder."""
+    module, folder = PACKAGE / f"{room}.py", PACKAGE / room
+    return [module] if module.exists() else sorted(folder.rglob("*.py"))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, absolute; a name taken from `dcr` itself counts as a room."""
+    package = ["dcr", *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names) if module == "dcr" else (module,)
+
+
+def _allowed(room: str, module: str) -> bool:
+    top, _, rest = module.partition(".")
+    extra = ALSO.get(room, set())
+    if top == "dcr":
+        return rest.partition(".")[0] in ROOMS or module in extra
+    return top in PURE | extra or (top in sys.stdlib_module_names and top not in IMPURE)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_pure_room_imports_only_pure_things(room: str) -> None:
+    files = _sources(room)
+    assert files, f"the room dcr/{room} does not exist"
+    assert {module for path in files for module in _imports(path) if not _allowed(room, module)} == set()
+
+
+def test_only_sources_and_loaders_name_torch() -> None:
+    exempt = {path for room in TORCH_ROOMS for path in _sources(room)}
+    others = set(PACKAGE.rglob("*.py")) - exempt
+    assert {
+        str(p.relative_to(PACKAGE)) for p in others if any(m.partition(".")[0] == "torch" for m in _imports(p))
+    } == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "modules"),
+    [
+        ("import torch.nn", {"torch.nn"}),
+        ("def f():\n    from torch import nn", {"torch"}),
+        ("from dcr import boxes, views", {"dcr.boxes", "dcr.views"}),
+        ("from .boxes import Box", {"dcr.boxes"}),
+    ],
+)
+def test_the_reader_of_imports_sees_every_form(source: str, modules: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda self: source)
+    assert set(_imports(PACKAGE / "anything.py")) == modules
+
+
+@pytest.mark.parametrize("module", ["torch", "anyio", "time", "os.path", "dcr.publish", "zstandard", "dcr._native"])
+def test_the_rule_for_pure_rooms_denies(module: str) -> None:
+    assert not _allowed("boxes", module)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-c", "import dcr"],
+        ["-c", "import dcr.transports.local"],
+        ["-c", "import dcr.blocking"],
+        ["-c", "from dcr.cli import main; main()", "--help"],
+        ["-c", "from dcr.cli import main; main()", "plugins"],
+        ["-c", "from dcr.cli import main; main()", "doctor"],
+    ],
+    ids=" ".join,
+)
+def test_starts_without_torch(command: list[str], tmp_path: Path) -> None:
+    """In a directory of its own, so that the installed package is what is imported."""
+    process = subprocess.run(
+        [sys.executable, "-X", "importtime", *command], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert process.returncode == 0, process.stderr
+    imported = {line.rpartition("|")[2].strip() for line in process.stderr.splitlines()}
+    assert "dcr" in imported
+    assert {name for name in imported if name.partition(".")[0] == "torch"} == set()
+
+
+def test_the_package_under_test_is_the_installed_one() -> None:
+    """pytest puts no checkout on sys.path here; an editable install says so in its metadata."""
+    installed = distribution("dcr")
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")
+    editable = origin.get("dir_info", {}).get("editable", False)
+    assert editable or Path(str(installed.locate_file("dcr"))) == PACKAGE
