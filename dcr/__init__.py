@@ -1,1 +1,87 @@
-"""Delta-compressed refit: keep rollout engines bit-identical to a trainer by moving only the bits that changed."""
+"""Delta-compressed refit: keep rollout engines bit-identical to a trainer by moving only the bits that changed.
+
+A trainer publishes (`publisher`, `source`), rollout engines follow (`subscriber`, `loader`); `Pipeline` and `stage`
+build flows of one's own; `dcr.blocking` gives publisher and subscriber a synchronous face.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from dcr import plugins
+from dcr.budget import ByteBudget, GiB, MiB
+from dcr.errors import DcrError
+from dcr.observe import Event, Summary
+from dcr.patch import Operation, Patch
+from dcr.pipeline import DROP, FunctionStage, Inbox, Outbox, Pipeline, stage
+from dcr.publish import Publisher
+from dcr.refit import Refit, Report
+from dcr.subscribe import Subscriber, Version
+from dcr.wire import MemberRef
+
+if TYPE_CHECKING:
+    from dcr.seams import Link, Loader, Source, Transport
+
+__all__ = [
+    "DROP",
+    "ByteBudget",
+    "DcrError",
+    "Event",
+    "FunctionStage",
+    "GiB",
+    "Inbox",
+    "MiB",
+    "Operation",
+    "Outbox",
+    "Patch",
+    "Pipeline",
+    "Publisher",
+    "Refit",
+    "Report",
+    "Subscriber",
+    "Summary",
+    "Version",
+    "connect",
+    "loader",
+    "publisher",
+    "source",
+    "stage",
+    "subscriber",
+]
+
+publisher = Publisher
+subscriber = Subscriber
+
+
+def source(weights: Any, *, kind: str = "module", **options: Any) -> Source:
+    """A trainer's weights as a source; `kind` names a plugin of dcr.sources, which takes the options.
+
+    "module": `dcr.sources.module.ModuleSource`.
+    """
+    made: Source = plugins.load("dcr.sources", kind)(weights, **options)
+    return made
+
+
+def loader(kind: str, engine: Any, **options: Any) -> Loader:
+    """An engine's weights as a loader; `kind` names a plugin of dcr.loaders, which takes the options.
+
+    "module": `dcr.loaders.module.ModuleLoader`.
+    """
+    made: Loader = plugins.load("dcr.loaders", kind)(engine, **options)
+    return made
+
+
+@asynccontextmanager
+async def connect(
+    url: str, *, role: Literal["sender", "member"], member: str = "", transport: Transport | None = None
+) -> AsyncIterator[Link]:
+    """A bare link to a run, for a pipeline of one's own. `member` names a member's side."""
+    chosen = transport or plugins.transport_for(url)
+    async with chosen.open(url) as run:
+        side: AbstractAsyncContextManager[Link] = (
+            run.sender() if role == "sender" else run.member(MemberRef(member, ""))
+        )
+        async with side as link:
+            yield link

@@ -106,7 +106,7 @@ class Votes:
         self.identity = identity
         self.root = root
         self.electorate = electorate
-        self.needed = len(electorate) if quorum == "all" else quorum
+        self._quorum = quorum
         self.prepared: set[MemberRef] = set()
         self.refused: dict[MemberRef, str] = {}
 
@@ -132,6 +132,17 @@ class Votes:
         """Count a member as not voting."""
         if member in self.electorate - self.prepared:
             self.refused[member] = reason
+
+    def leave(self, member: MemberRef) -> None:
+        """A member has gone on purpose: it is not asked any more."""
+        self.electorate -= {member}
+        self.prepared.discard(member)
+        self.refused.pop(member, None)
+
+    @property
+    def needed(self) -> int:
+        """How many members must prepare it."""
+        return len(self.electorate) if self._quorum == "all" else self._quorum
 
     @property
     def missing(self) -> frozenset[MemberRef]:
@@ -185,7 +196,7 @@ class Receipt:
             raise PayloadError(f"{self.identity}: frame {chunk.frame} is not in its layout ({self._frames} frames)")
         held = self._chunks.get(chunk.frame)
         if held is not None and held.digest != chunk.digest:
-            raise PayloadError(f"{self.identity}: two different chunks for frame {chunk.frame}", frame=chunk.frame)
+            raise PayloadError(f"{self.identity}: two different chunks for frame {chunk.frame}")
         self._chunks[chunk.frame] = chunk
         self._compare()
         return held is None
@@ -238,7 +249,7 @@ class Receipt:
         for frame, chunk in self._chunks.items():
             ref = sealed.get(frame)
             if ref is None or (ref.digest, ref.content) != (chunk.digest, chunk.content):
-                raise PayloadError(f"{self.identity}: the chunk of frame {frame} is not the sealed one", frame=frame)
+                raise PayloadError(f"{self.identity}: the chunk of frame {frame} is not the sealed one")
 
 
 def _next(table: Mapping[S, Mapping[str, S]], state: S, event: str) -> S:

@@ -48,10 +48,6 @@ class WireError(RemoteError):
 class PayloadError(RemoteError):
     """A chunk does not match the digest in its seal, or does not decode."""
 
-    def __init__(self, message: str, *, frame: int | None = None) -> None:
-        super().__init__(message)
-        self.frame = frame
-
 
 class IncompleteError(RemoteError):
     """A link closed, or a seal arrived, before everything that was promised."""

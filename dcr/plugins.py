@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from dcr.errors import PluginError
 
@@ -51,6 +52,18 @@ def load(group: str, name: str) -> Any:
         return point.load()
     except Exception as cause:  # a plugin is somebody else's code: it may fail in any way
         raise PluginError(_broken(group, point, cause)) from cause
+
+
+def transport_for(url: str) -> Any:
+    """The transport that the scheme of a URL names.
+
+    Raises:
+        PluginError: as `load`; also if the URL has no scheme.
+    """
+    scheme = urlsplit(url).scheme
+    if not scheme:
+        raise PluginError(f"expected a URL with a scheme, such as local:///path/to/run, found {url!r}")
+    return load("dcr.transports", scheme)
 
 
 def _points(group: str) -> Sequence[EntryPoint]:

@@ -108,7 +108,8 @@ def _indices(row: NDArray[np.int64], side: str) -> NDArray[np.int64]:
 
 
 def _elements(table: Table, row: NDArray[np.int64]) -> Bits:
-    return table.storages[row[STORAGE]][_indices(row, "here")]
+    elements: Bits = table.storages[row[STORAGE]][_indices(row, "here")]
+    return elements
 
 
 def _split(table: Table, positions: Positions) -> list[tuple[NDArray[np.int64], int, slice]]:

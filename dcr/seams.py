@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -95,18 +95,37 @@ class Ledger(Protocol):
 
 
 class Store(Protocol):
-    """A transport that keeps committed versions."""
+    """What a durable transport keeps: sealed attempts. Which of them are versions, the head and their bases say.
+
+    A missing object is an error, never the end of a chain.
+    """
+
+    async def newest(self) -> int:
+        """The highest version that was ever opened, sealed or not; -1 if none was."""
+        ...
+
+    async def attempts(self, version: int) -> list[Identity]:
+        """The sealed attempts at a version that were not given up."""
+        ...
+
+    async def describe(self, identity: Identity) -> tuple[Message, Message]:
+        """The Open and the Seal of a sealed attempt.
+
+        Raises:
+            IncompleteError: one of them is missing or cut short; names it.
+        """
+        ...
 
     def read(self, identity: Identity) -> AsyncIterator[Message]:
-        """The Open, every Chunk and the Seal of a committed version.
+        """The Open, every Chunk and the Seal of a sealed attempt.
 
         Raises:
             IncompleteError: a part of it is missing or cut short; names it.
         """
         ...
 
-    async def prune(self, keep: int) -> None:
-        """Remove versions that no chain from an anchor to the newest `keep` versions needs."""
+    async def prune(self, keep: Set[Identity], below: int) -> None:
+        """Remove every attempt at a version less than `below` that is not in `keep`."""
         ...
 
 

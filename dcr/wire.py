@@ -249,6 +249,5 @@ def check_chunk(chunk: Chunk, body: bytes) -> None:
     if found != chunk.digest:
         raise PayloadError(
             f"{chunk.identity}: the chunk of frame {chunk.frame} does not match its digest "
-            f"(expected {chunk.digest.hex()[:16]}, found {found.hex()[:16]}): changed on the way, ask for it again",
-            frame=chunk.frame,
+            f"(expected {chunk.digest.hex()[:16]}, found {found.hex()[:16]}): changed on the way, ask for it again"
         )

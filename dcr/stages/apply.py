@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dcr import digest
+from dcr import digest, kernels
 from dcr.errors import BaseMismatch, DigestMismatch, IncompleteError, PayloadError, Poisoned
 from dcr.frames import Layout
 from dcr.patch import Operation
 from dcr.pipeline import Inbox, Outbox, serve
+from dcr.placement import canonical_table
 from dcr.ready import Ready
 from dcr.seams import Loader
 from dcr.stages.compress import Unpacked
@@ -41,6 +42,66 @@ class Prepare:
         ready = self._loader.prepare(unpacked.chunk.frame, unpacked.change)
         check_content(unpacked, ready)
         return ready
+
+
+class Write:
+    """Ready frames in, written frames out: for a member that is being seeded, which has no undo."""
+
+    name = "write"
+    workers = 1
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    async def run(self, inbox: Inbox[Ready], outbox: Outbox[int]) -> None:
+        """See `dcr.seams.Stage`."""
+        await serve(inbox, outbox, self.write)
+
+    def write(self, ready: Ready) -> int:
+        """Write one frame and read it back; its number."""
+        self._loader.install(ready)
+        return ready.frame
+
+
+class Inspect:
+    """Changes of an anchor in; their digest is summed up and they are let go."""
+
+    name = "inspect"
+    workers = 1
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._lanes = digest.zero(len(layout.schema.tensors))
+        self._frames: set[int] = set()
+
+    async def run(self, inbox: Inbox[Unpacked], outbox: Outbox[int]) -> None:
+        """See `dcr.seams.Stage`."""
+        await serve(inbox, outbox, self.inspect)
+
+    def inspect(self, unpacked: Unpacked) -> int:
+        """Digest one frame; its number.
+
+        Raises:
+            PayloadError: it is not dense, or its bits are not those that were sealed.
+        """
+        frame = self._layout.frames[unpacked.chunk.frame]
+        if unpacked.change.positions is not None:
+            raise PayloadError(f"{unpacked.chunk.identity}: frame {frame.index} of an anchor is not complete")
+        sums = kernels.digest(canonical_table(frame, unpacked.change.values), frame.keys)
+        if digest.total(sums) != unpacked.chunk.content:
+            raise PayloadError(f"{unpacked.chunk.identity}: frame {frame.index} decodes to other bits than were sealed")
+        self._lanes[list(frame.tensors)] += sums
+        self._frames.add(frame.index)
+        return frame.index
+
+    def verify(self, sealed: Message) -> Lanes:
+        """Compare with the seal; the target digest. Raises as `verify`."""
+        seal = sealed.header
+        assert isinstance(seal, Seal)
+        _, target, _ = sealed_digests(seal, sealed.body, self._layout)
+        _require_all(seal, self._layout, self._frames)
+        digest.require_equal(self._lanes, target, self._layout.schema, f"{seal.identity}: fetched and sealed digests")
+        return target
 
 
 def check_content(unpacked: Unpacked, ready: Ready) -> None:
@@ -89,10 +150,15 @@ def verify(sealed: Message, layout: Layout, held: Lanes, readies: Iterable[Ready
             raise BaseMismatch(f"{seal.identity}: two copies of a tensor in frame {ready.frame} differ in live memory")
     if seal.base is not None:
         _require_base(seal, layout, held=held, base=base, old=old, touched=touched)
-    elif missing := set(range(len(layout.frames))) - frames:
-        raise IncompleteError(f"{seal.identity}: an anchor without frames {sorted(missing)[:8]}")
+    else:
+        _require_all(seal, layout, frames)
     digest.require_equal(reached, target, layout.schema, f"{seal.identity}: prepared and sealed digests")
     return target
+
+
+def _require_all(seal: Seal, layout: Layout, frames: set[int]) -> None:
+    if missing := set(range(len(layout.frames))) - frames:
+        raise IncompleteError(f"{seal.identity}: an anchor without frames {sorted(missing)[:8]}")
 
 
 def _require_base(seal: Seal, layout: Layout, *, held: Lanes, base: Lanes, old: Lanes, touched: Lanes) -> None:

@@ -59,7 +59,7 @@ class Fetch:
         budget: ByteBudget,
         *,
         receive: Callable[[], Awaitable[Message]],
-        again: Callable[[PayloadError], Awaitable[None]] | None = None,
+        again: Callable[[Chunk, PayloadError], Awaitable[None]] | None = None,
         timeout_s: float = 600.0,
         retries: int = 8,
     ) -> None:
@@ -129,7 +129,7 @@ class Fetch:
             if self._again is None or not self._retries:
                 raise
             self._retries -= 1
-            await self._again(error)
+            await self._again(chunk, error)
             return None
         if not self._receipt.chunk(chunk):
             return None

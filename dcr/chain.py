@@ -1,0 +1,59 @@
+"""Chains: which stored attempts lead to a version, from one that is held or from an anchor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcr.errors import IncompleteError
+from dcr.seams import Store
+from dcr.wire import Identity, Message, Open, Seal
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One stored attempt of a chain: its Open and its Seal."""
+
+    opened: Message
+    sealed: Message
+
+    @property
+    def open(self) -> Open:
+        assert isinstance(self.opened.header, Open)
+        return self.opened.header
+
+    @property
+    def seal(self) -> Seal:
+        assert isinstance(self.sealed.header, Seal)
+        return self.sealed.header
+
+
+async def back_from(store: Store, head: Identity, *, until: Identity | None) -> list[Stored]:
+    """The links from `until` (exclusive) to `head`, oldest first; with until None, from the nearest anchor.
+
+    The first link has base None if the chain starts from an anchor: also where `until` is not part of it.
+
+    Raises:
+        IncompleteError: a link is missing and no anchor lies behind it.
+    """
+    links: list[Stored] = []
+    at: Identity | None = head
+    while at is not None and at != until:
+        link = Stored(*await store.describe(at))
+        anchor = await anchor_of(store, link) if until is None else None
+        links.append(anchor or link)
+        at = links[-1].open.base
+    return links[::-1]
+
+
+async def anchor_of(store: Store, link: Stored) -> Stored | None:
+    """An anchor that holds the very bits of this link, if there is one beside it."""
+    if link.open.base is None:
+        return link
+    for identity in await store.attempts(link.open.identity.version):
+        try:
+            other = Stored(*await store.describe(identity))
+        except IncompleteError:
+            continue
+        if other.open.base is None and other.seal.root == link.seal.root:
+            return other
+    return None

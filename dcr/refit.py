@@ -1,0 +1,128 @@
+"""One refit as its publisher's user sees it: a handle to wait on, and the report of what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import anyio
+
+from dcr.observe import Summary
+from dcr.wire import Identity, MemberRef
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one committed version cost.
+
+    elements: all of them; changed: those that differ from the base (all, for an anchor). wire_bytes: encoded chunks
+    as sent, those sent again included; dense_bytes: a whole checkpoint. captured_s: from publish until the weights had
+    been read; wall_s: from publish to commit. stages: statistics of the pipeline. members: what each one answered.
+    """
+
+    identity: Identity
+    is_anchor: bool
+    elements: int
+    changed: int
+    chunks: int
+    wire_bytes: int
+    dense_bytes: int
+    sent_again: int
+    captured_s: float
+    wall_s: float
+    stages: Summary
+    members: Mapping[str, str]
+
+    @property
+    def version(self) -> int:
+        return self.identity.version
+
+    @property
+    def density(self) -> float:
+        """Changed elements / all elements."""
+        return self.changed / self.elements if self.elements else 0.0
+
+    @property
+    def reduction(self) -> float:
+        """Dense bytes / wire bytes."""
+        return self.dense_bytes / self.wire_bytes if self.wire_bytes else float("inf")
+
+    def __str__(self) -> str:
+        what = "anchor" if self.is_anchor else f"density {100 * self.density:.3f} %"
+        return (
+            f"version {self.version}: {what}, {self.wire_bytes:,} bytes on the wire ({self.reduction:.1f} x less than "
+            f"dense), {self.wall_s:.3f} s; {self.stages}"
+        )
+
+
+class Refit:
+    """A version on its way. Every wait raises the error that ended it, if one did."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.seen = False  # somebody has been told how it ended
+        self._captured = anyio.Event()
+        self._ended = anyio.Event()
+        self._installed = anyio.Event()
+        self._report: Report | None = None
+        self._error: Exception | None = None
+        self._late: dict[MemberRef, str] = {}
+        self._awaited: set[MemberRef] = set()
+
+    async def captured(self) -> None:
+        """Wait until the weights have been read: they may change from now on."""
+        await self._captured.wait()
+        self._raise_error()
+
+    async def committed(self) -> Report:
+        """Wait until the head names this version."""
+        await self._ended.wait()
+        self._raise_error()
+        self.seen = True
+        assert self._report is not None
+        return self._report
+
+    async def installed(self) -> Mapping[str, str]:
+        """Wait until every member that prepared it has answered for its installation; what each one said.
+
+        "installed", or why not: such a member does not serve this version.
+        """
+        report = await self.committed()
+        await self._installed.wait()
+        return {**report.members, **{ref.member: said for ref, said in self._late.items()}}
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def mark_captured(self) -> None:
+        """For the publisher."""
+        self._captured.set()
+
+    def finish(self, report: Report, awaited: set[MemberRef]) -> None:
+        """For the publisher: the head names it; these members are still to install it."""
+        self._report, self._awaited = report, set(awaited)
+        self._ended.set()
+        self._settle()
+
+    def fail(self, error: Exception) -> None:
+        """For the publisher: it was given up."""
+        self._error = error
+        for event in (self._captured, self._ended, self._installed):
+            event.set()
+
+    def answer(self, member: MemberRef, said: str) -> None:
+        """For the publisher: a member installed it, failed to, or left."""
+        if member in self._awaited:
+            self._awaited.discard(member)
+            self._late[member] = said
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._awaited:
+            self._installed.set()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            self.seen = True
+            raise self._error
