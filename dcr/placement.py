@@ -114,12 +114,11 @@ def _prepare_sparse(frame: Frame, homes: _Homes, change: Change, positions: Posi
         found = kernels.gather(copy.table, local)
         agree = agree and np.array_equal(found, old[low:high])
         writes.append(Write(home, local, new[low:high], found))
-    canonical = canonical_table(frame, new)
     return Ready(
         frame.index,
         tuple(writes),
-        kernels.digest_at(canonical, frame.keys, positions, old),
-        kernels.digest_at(canonical, frame.keys, positions, new),
+        kernels.digest_at(homes.main, frame.keys, positions, old),
+        kernels.digest_at(homes.main, frame.keys, positions, new),
         agree,
     )
 
@@ -143,7 +142,7 @@ def _prepare_dense(frame: Frame, homes: _Homes, values: Bits) -> Ready:
 
 
 def canonical_table(frame: Frame, dense: Bits) -> Table:
-    """A frame's own numbering as a table over a dense array [N] (or, for digest_at, over nothing that is read)."""
+    """A frame's own numbering as a table over a dense array [N]."""
     return Table((dense,), frame.rows)
 
 

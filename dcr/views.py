@@ -57,14 +57,20 @@ class Table:
     def __post_init__(self) -> None:
         if len({storage.dtype for storage in self.storages}) > 1:
             raise LayoutError("the storages of one table must have one width")
-        total = 0
-        for index, row in enumerate(self.rows):
-            storage, box = int(row[STORAGE]), box_of(row)
-            low, high = box.here_bounds
-            if not 0 <= storage < len(self.storages) or low < 0 or high >= len(self.storages[storage]):
-                held = len(self.storages[storage]) if 0 <= storage < len(self.storages) else "no such storage"
-                raise LayoutError(f"row {index} touches [{low}, {high}] of storage {storage} ({held} elements)")
-            total += box.numel
+        sizes = _padded_sizes(self.rows)
+        lengths = np.array([len(storage) for storage in self.storages], np.int64)
+        low, high = _bounds(self.rows[:, HERE], sizes, self.rows[:, HERE_STRIDES])
+        storage = self.rows[:, STORAGE]
+        known = (storage >= 0) & (storage < len(lengths))
+        held = lengths[np.where(known, storage, 0)] if len(lengths) else np.zeros(len(storage), np.int64)
+        bad = np.flatnonzero(~known | (low < 0) | (high >= held))
+        if len(bad):
+            row = bad[0]
+            raise LayoutError(
+                f"row {row} touches [{low[row]}, {high[row]}] of storage {storage[row]}, "
+                f"which has {held[row] if known[row] else 'no'} elements"
+            )
+        total = int(sizes.prod(axis=1).sum())
         if total >= 1 << 32:
             raise LayoutError(f"a table of {total} elements: positions are 32-bit, split it into frames")
         object.__setattr__(self, "numel", total)
@@ -97,3 +103,15 @@ def box_of(row: NDArray[np.int64]) -> Box:
     ndim = values[NDIM]
     dims = zip(values[SIZES][:ndim], values[HERE_STRIDES][:ndim], values[THERE_STRIDES][:ndim], strict=True)
     return Box(values[HERE], values[THERE], tuple(Dim(*dim) for dim in dims))
+
+
+def _padded_sizes(rows: Rows) -> Rows:
+    """Extents [B, MAX_DIMS], 1 beyond a row's dimensions."""
+    used = np.arange(MAX_DIMS) < rows[:, NDIM, None]
+    return np.where(used, rows[:, SIZES], 1)
+
+
+def _bounds(first: Rows, sizes: Rows, strides: Rows) -> tuple[Rows, Rows]:
+    """Lowest and highest element [B] that each row touches."""
+    reach = (sizes - 1) * strides
+    return first + np.minimum(reach, 0).sum(axis=1), first + np.maximum(reach, 0).sum(axis=1)

@@ -253,8 +253,6 @@ class _SenderLink:
 
     def _receive(self) -> Message | None:
         now = set(_listed(self._members))
-        for path in self._joined.keys() - now:
-            return Message(Leave(self._joined.pop(path)))
         votes = _listed(self._folder / "votes") if self._folder else []
         for path in sorted((*now, *votes)):
             if path in self._seen:
@@ -267,6 +265,8 @@ class _SenderLink:
             if isinstance(message.header, Join):
                 self._joined[path] = message.header.member
             return message
+        for path in self._joined.keys() - now:
+            return Message(Leave(self._joined.pop(path)))
         return None
 
 

@@ -1,0 +1,102 @@
+"""A transport around another one, with faults on messages in either direction.
+
+A fault is a function from one message to the messages that come out in its place: none drops it, two duplicate it, a
+changed one corrupts it; raising is a send, or a receive, that fails.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from dcr.seams import Ledger, Link, Run, Store, Transport
+from dcr.wire import Chunk, MemberRef, Message
+
+Fault = Callable[[Message], Iterable[Message]]
+
+
+def honest(message: Message) -> Iterable[Message]:
+    """No fault."""
+    return (message,)
+
+
+class FaultyTransport:
+    """Wraps a transport; every link it opens applies the faults.
+
+    on_send, on_receive: for messages of this side, and for messages to it.
+    """
+
+    def __init__(self, transport: Transport, *, on_send: Fault = honest, on_receive: Fault = honest) -> None:
+        self._transport = transport
+        self._on_send = on_send
+        self._on_receive = on_receive
+
+    @asynccontextmanager
+    async def open(self, url: str) -> AsyncIterator[_FaultyRun]:
+        """See `dcr.seams.Transport.open`."""
+        async with self._transport.open(url) as run:
+            yield _FaultyRun(run, self._on_send, self._on_receive)
+
+
+class _FaultyRun:
+    def __init__(self, run: Run, on_send: Fault, on_receive: Fault) -> None:
+        self._run = run
+        self._faults = on_send, on_receive
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._run.ledger
+
+    @property
+    def store(self) -> Store | None:
+        return self._run.store
+
+    @asynccontextmanager
+    async def sender(self) -> AsyncIterator[_FaultyLink]:
+        async with self._run.sender() as link:
+            yield _FaultyLink(link, *self._faults)
+
+    @asynccontextmanager
+    async def member(self, ref: MemberRef) -> AsyncIterator[_FaultyLink]:
+        async with self._run.member(ref) as link:
+            yield _FaultyLink(link, *self._faults)
+
+
+class _FaultyLink:
+    def __init__(self, link: Link, on_send: Fault, on_receive: Fault) -> None:
+        self._link = link
+        self._on_send = on_send
+        self._on_receive = on_receive
+        self._waiting: deque[Message] = deque()
+
+    async def send(self, message: Message) -> None:
+        for sent in self._on_send(message):
+            await self._link.send(sent)
+
+    async def receive(self) -> Message:
+        while not self._waiting:
+            self._waiting.extend(self._on_receive(await self._link.receive()))
+        return self._waiting.popleft()
+
+
+def flip_bit(data: bytes, bit: int) -> bytes:
+    """The same bytes with one bit flipped; bit counts from the lowest of the first byte."""
+    octets = bytearray(data)
+    octets[bit // 8] ^= 1 << bit % 8
+    return bytes(octets)
+
+
+def flip_one_chunk(version: int, *, bit: int | None = None) -> Fault:
+    """A fault that flips one bit (None: in the middle) in the body of the first chunk of one version, once."""
+    left = [version]
+
+    def fault(message: Message) -> Iterable[Message]:
+        header: Any = message.header
+        if not isinstance(header, Chunk) or header.identity.version not in left or not message.body:
+            return (message,)
+        left.clear()
+        return (Message(header, flip_bit(message.body, 4 * len(message.body) if bit is None else bit)),)
+
+    return fault
