@@ -18,7 +18,8 @@ from dcr.patch import Operation, Patch
 from dcr.pipeline import DROP, FunctionStage, Inbox, Outbox, Pipeline, stage
 from dcr.publish import Publisher
 from dcr.refit import Refit, Report
-from dcr.subscribe import Subscriber, Version
+from dcr.subscribe import Subscriber
+from dcr.version import Version
 from dcr.wire import MemberRef
 
 if TYPE_CHECKING:

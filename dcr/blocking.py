@@ -19,7 +19,7 @@ from dcr.publish import Publisher as AsyncPublisher
 from dcr.refit import Refit as AsyncRefit
 from dcr.refit import Report
 from dcr.subscribe import Subscriber as AsyncSubscriber
-from dcr.subscribe import Version as AsyncVersion
+from dcr.version import Version as AsyncVersion
 
 
 class Refit:

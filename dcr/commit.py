@@ -169,7 +169,7 @@ class Receipt:
         RunMismatch: another run, or a term below the head's. BaseMismatch: a delta from a version not held.
     """
 
-    def __init__(self, opened: Open, *, run: str, term: int, holds: Identity | None, frames: int) -> None:
+    def __init__(self, opened: Open, *, run: str, term: int, holds: Identity | None) -> None:
         identity = opened.identity
         if identity.run != run:
             raise RunMismatch(f"expected run {run}, found {identity.run}: check that both ends use one URL")
@@ -181,7 +181,6 @@ class Receipt:
             raise BaseMismatch(f"{identity} is not newer than {holds}, which is held")
         self.identity = identity
         self.base = opened.base
-        self._frames = frames
         self._chunks: dict[int, Chunk] = {}
         self._seal: Seal | None = None
 
@@ -189,11 +188,9 @@ class Receipt:
         """Take note of a verified chunk; False if it was held already (a duplicate is harmless).
 
         Raises:
-            RunMismatch: of another attempt. PayloadError: of an unknown frame, or unlike one received or sealed.
+            RunMismatch: of another attempt. PayloadError: unlike one received or sealed.
         """
         self._same(chunk.identity)
-        if not 0 <= chunk.frame < self._frames:
-            raise PayloadError(f"{self.identity}: frame {chunk.frame} is not in its layout ({self._frames} frames)")
         held = self._chunks.get(chunk.frame)
         if held is not None and held.digest != chunk.digest:
             raise PayloadError(f"{self.identity}: two different chunks for frame {chunk.frame}")

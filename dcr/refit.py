@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import anyio
@@ -99,7 +99,7 @@ class Refit:
         """For the publisher."""
         self._captured.set()
 
-    def finish(self, report: Report, awaited: set[MemberRef]) -> None:
+    def finish(self, report: Report, awaited: Set[MemberRef]) -> None:
         """For the publisher: the head names it; these members are still to install it."""
         self._report, self._awaited = report, set(awaited)
         self._ended.set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence, Set
+from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -116,7 +116,7 @@ class Store(Protocol):
         """
         ...
 
-    def read(self, identity: Identity) -> AsyncIterator[Message]:
+    def read(self, identity: Identity) -> AsyncGenerator[Message, None]:
         """The Open, every Chunk and the Seal of a sealed attempt.
 
         Raises:

@@ -16,7 +16,7 @@ from dcr.frames import Layout
 from dcr.patch import Change, Operation, Patch, relative
 from dcr.pipeline import Inbox, Outbox, serve
 from dcr.seams import Codec
-from dcr.wire import Chunk, Identity, Message
+from dcr.wire import Chunk, Identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +76,17 @@ class Compress:
             with outbox.waiting():
                 lease = await self._budget.lease(codecs.worst_case_bytes(len(patch.bits), patch.frame.width))
             try:
-                message = await anyio.to_thread.run_sync(self.encode, patch, limiter=limiter)
+                chunk, body = await anyio.to_thread.run_sync(self.encode, patch, limiter=limiter)
             except BaseException:
                 lease.release()
                 raise
-            lease.shrink(min(lease.nbytes, len(message.body)))
-            return Parcel(message.header, message.body, lease)  # type: ignore[arg-type]
+            lease.shrink(min(lease.nbytes, len(body)))
+            return Parcel(chunk, body, lease)
 
         await serve(inbox, outbox, compress, workers=self.workers)
 
-    def encode(self, patch: Patch) -> Message:
-        """The Chunk message of a patch; the same bits give the same bytes, however often it is asked for."""
+    def encode(self, patch: Patch) -> tuple[Chunk, bytes]:
+        """The chunk of a patch, and its body; the same bits give the same bytes, however often it is asked for."""
         change = relative(patch, self._operation)
         body = self._codec.encode(change, patch.frame.numel)
         content, changed = digest.total(patch.new_sums), len(change.values)
@@ -94,7 +94,7 @@ class Compress:
         chunk = Chunk(
             self._identity, patch.frame.index, self._codec.name, int(change.operation), changed, bound, content
         )
-        return Message(chunk, body)
+        return chunk, body
 
 
 class Decompress:

@@ -69,7 +69,10 @@ class Fetch:
         self._again = again
         self._timeout_s = timeout_s
         self._retries = retries
-        self._worst_bytes = max(codecs.worst_case_bytes(frame.numel, frame.width) for frame in layout.frames)
+        self._frames = len(layout.frames)
+        self._worst_bytes = (
+            max(codecs.worst_case_bytes(frame.numel, frame.width) for frame in layout.frames) if layout.frames else 0
+        )
         self.received_bytes = 0
         self.seal: Message | None = None
 
@@ -131,6 +134,8 @@ class Fetch:
             self._retries -= 1
             await self._again(chunk, error)
             return None
+        if not 0 <= chunk.frame < self._frames:
+            raise PayloadError(f"{chunk.identity}: frame {chunk.frame} is not in its layout of {self._frames} frames")
         if not self._receipt.chunk(chunk):
             return None
         self.received_bytes += len(body)

@@ -19,7 +19,7 @@ import hashlib
 import os
 import shutil
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Set
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Set
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -165,7 +165,7 @@ class _Store:
         sealed = await anyio.to_thread.run_sync(_load, folder / "seal")
         return opened, sealed
 
-    async def read(self, identity: Identity) -> AsyncIterator[Message]:
+    async def read(self, identity: Identity) -> AsyncGenerator[Message, None]:
         """See `dcr.seams.Store.read`."""
         folder = self._attempts / _name(identity)
         yield await anyio.to_thread.run_sync(_load, folder / "open")

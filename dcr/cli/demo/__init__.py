@@ -93,6 +93,8 @@ def listener(tally: Tally, shown: screen.Screen) -> Callable[[events.Event], Non
             shown.say(f"{event.member} refused: {event.reason}")
         elif isinstance(event, events.Noted):
             shown.say(f"{event.member}: {event.text}")
+        elif isinstance(event, events.Committed) and event.sent_again_bytes:
+            shown.say(f"trainer sent {screen.size(event.sent_again_bytes)} of version {event.version} again")
         if row is not None:
             shown.row(row)
         shown.phase(tally.phase)
@@ -124,9 +126,9 @@ def summarise(tally: Tally, shown: screen.Screen) -> None:
         f"({dense / wire:.1f}x less), mean density {100 * sum(row.committed.density for row in rows) / len(rows):.2f} %"
     )
     shown.say(
-        f"under way {shipping_s:.2f} s in all; meanwhile the trainer computed "
+        f"under way {shipping_s:.2f} s in all; meanwhile a training step was in progress "
         f"{screen.share(sum((row.training_share or 0) * row.ship_s for row in rows) / shipping_s)} of the time, "
-        f"decode steps ran {screen.share(sum((row.generating_share or 0) * row.ship_s for row in rows) / shipping_s)}"
+        f"a decode step {screen.share(sum((row.generating_share or 0) * row.ship_s for row in rows) / shipping_s)}"
     )
     shown.say(
         f"decode steps per second: {beside:.0f} while a refit was under way, {alone:.0f} while none was; "

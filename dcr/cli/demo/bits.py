@@ -17,11 +17,15 @@ def view(tensor: Tensor) -> npt.NDArray[np.generic]:
     return tensor.detach().contiguous().view(INTEGERS[tensor.element_size()]).numpy()
 
 
-def dump(folder: Path, model: nn.Module, *, member: str, version: int, dtype: torch.dtype | None = None) -> None:
-    """Write every parameter and persistent buffer under every name it has; floating ones cast to `dtype` if given."""
+def dump(folder: Path, model: nn.Module, *, member: str, version: int) -> None:
+    """Write every parameter and persistent buffer under every name it has; fp32 parameters as the bf16 they stand for.
+
+    A serving copy has none of those: what it holds is written as it is.
+    """
+    masters = {parameter.data_ptr() for parameter in model.parameters() if parameter.dtype == torch.float32}
     tensors = []
     for name, tensor in model.state_dict().items():
-        held = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        held = tensor.to(torch.bfloat16) if tensor.data_ptr() in masters else tensor
         tensors.append((name, str(held.dtype).removeprefix("torch."), tuple(held.shape), view(held)))
     audit.write_dump(folder, member=member, version=version, tensors=tensors)
 

@@ -47,19 +47,21 @@ class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
-    """A version was shipped, prepared by its members, and committed."""
+    """A version was shipped, prepared by its members, and committed.
+
+    shipping: from the call of `publish` to the commit. captured_s: from its start until the weights had been read.
+    """
 
     version: int
     density: float
     changed: int
     wire_bytes: int
     dense_bytes: int
+    sent_again_bytes: int
     stages: dict[str, StageTime]
     bottleneck: str
-    wall_s: float
-    members: tuple[str, ...]
-    shipping: Span
     captured_s: float
+    shipping: Span
     computing: tuple[Span, ...]
 
 

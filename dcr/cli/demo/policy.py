@@ -78,9 +78,7 @@ class Policy(nn.Module):
         self.head = nn.Linear(sizes.width, sizes.vocab, bias=False)
         self.head.weight = self.embed.weight
         half = sizes.width // sizes.heads // 2
-        # Rounded to bf16 here, so that the serving copy turns by the same angles as the masters do.
-        frequencies = torch.pow(10_000.0, -torch.arange(half) / half).to(torch.bfloat16).float()
-        self.register_buffer("frequencies", frequencies)
+        self.register_buffer("frequencies", torch.pow(10_000.0, -torch.arange(half) / half))
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -88,12 +86,19 @@ class Policy(nn.Module):
     def forward(self, tokens: Tensor, *, start: int = 0, cache: "Cache | None" = None) -> Tensor:
         """Logits (B, T, V) in the dtype of the weights; the first token lies at position `start`."""
         stop = start + tokens.shape[1]
-        angles = torch.arange(start, stop)[:, None] * self.frequencies.float()[None, :]
+        angles = torch.arange(start, stop)[:, None] * self.frequencies[None, :]
         x = self.embed(tokens)
         turn = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
         for layer, block in enumerate(self.blocks):
             x = block(x, turn, None if cache is None else cache.layer(layer, stop))
         return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def to_serving(model: Policy) -> Policy:
+    """The same module as rollouts hold it: parameters in bf16, buffers as they are, nothing to train."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model.requires_grad_(False)
 
 
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:

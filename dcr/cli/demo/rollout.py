@@ -11,8 +11,12 @@ import anyio.to_thread
 import torch
 
 import dcr
+from dcr import plugins
 from dcr.cli.demo import bits, events, policy, samples
 from dcr.cli.demo.orders import RolloutOrder, rollout_order
+from dcr.testing import FaultyTransport, flip_one_chunk
+
+FIRST_DELTA = 2
 
 
 class Engine:
@@ -20,7 +24,7 @@ class Engine:
 
     def __init__(self, order: RolloutOrder) -> None:
         torch.manual_seed(order.seed)  # other weights than the trainer's: the anchor has to replace them all
-        self.model = policy.Policy(policy.SIZES[order.size]).to(torch.bfloat16).requires_grad_(False)
+        self.model = policy.to_serving(policy.Policy(policy.SIZES[order.size]))
         self.pause = anyio.Lock()
         self.version = 0
         self.groups = 0
@@ -51,7 +55,19 @@ class Engine:
 async def serve(order: RolloutOrder, emit: events.Emitter) -> None:
     """Follow the trainer up to the last version, then write down every bit that is held."""
     engine, folder = Engine(order), Path(order.folder) / order.member
-    async with dcr.subscriber(order.url, loader=dcr.loader("module", engine.model), member=order.member) as versions:
+
+    def observe(event: dcr.Event) -> None:
+        if event.name == "refused":
+            what = f"version {event.version}" + ("" if event.frame is None else f", frame {event.frame}")
+            emit(events.Refused(order.member, f"{what}: {event.detail}"))
+
+    async with dcr.subscriber(
+        order.url,
+        loader=dcr.loader("module", engine.model),
+        member=order.member,
+        transport=flipping(order.url) if order.fault == "wire" else None,
+        observe=observe,
+    ) as versions:
         emit(events.Started(order.member, policy.parameters_total(engine.model)))
         async with anyio.create_task_group() as tasks:
             async for version in versions:
@@ -65,6 +81,11 @@ async def serve(order: RolloutOrder, emit: events.Emitter) -> None:
         emit(events.Noted(order.member, bits.flip(engine.model, seed=order.seed)))
     bits.dump(folder, engine.model, member=order.member, version=engine.version)
     emit(events.Dumped(order.member, engine.version, str(folder), engine.groups * engine.model.sizes.group))
+
+
+def flipping(url: str) -> FaultyTransport:
+    """The run's transport, with one bit flipped in the first chunk of the first delta that comes over it."""
+    return FaultyTransport(plugins.transport_for(url), on_receive=flip_one_chunk(FIRST_DELTA))
 
 
 async def install(version: dcr.Version, engine: Engine, member: str, emit: events.Emitter) -> None:

@@ -45,8 +45,9 @@ HEADINGS = {
     "pause": 10,
 }
 LEGEND = (
-    "ship: from publish to the commit; overlap: share of that time in which the trainer computed / decode steps ran;",
-    "no step follows the last version. pause: the longest time that a rollout could not decode, for the install.",
+    "stages: time spent working, * the bottleneck. ship: from publish to the commit. overlap: share of that time in",
+    "which a training step / a decode step was in progress (no step follows the last version). pause: the longest time",
+    "for which a rollout could not decode, which is the install.",
 )
 
 
@@ -79,7 +80,7 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{1000 * row.ship_s:.0f} ms",
         share(row.training_share),
         share(row.generating_share),
-        f"{1000 * row.pause_s:.1f} ms",
+        "-" if row.anchor else f"{1000 * row.pause_s:.1f} ms",
     )
 
 

@@ -68,7 +68,7 @@ async def train(order: TrainerOrder, emit: events.Emitter) -> None:
     async with dcr.publisher(order.url, source=source) as publisher, anyio.create_task_group() as tasks:
         emit(events.Started("trainer", policy.parameters_total(learner.model)))
         await publisher.joined(order.members)
-        committed = await ship(publisher, 1, learner, emit, tasks)
+        refit, committed = await ship(publisher, 1, learner, emit, tasks)
         for version in range(2, last + 1):
             groups, stale = await gather(folder / "samples", order.members)
             with learner.computing.running():
@@ -79,9 +79,10 @@ async def train(order: TrainerOrder, emit: events.Emitter) -> None:
             drawn = sum(len(group.rewards) for group in groups)
             emit(events.Stepped(version, reward, ratio, clipped, drawn, stale, learner.computing.take()))
             await committed.wait()
-            committed = await ship(publisher, version, learner, emit, tasks)
+            refit, committed = await ship(publisher, version, learner, emit, tasks)
         await committed.wait()
-    bits.dump(folder / "trainer", learner.model, member="trainer", version=last, dtype=torch.bfloat16)
+        await refit.installed()
+    bits.dump(folder / "trainer", learner.model, member="trainer", version=last)
     emit(events.Dumped("trainer", last, str(folder / "trainer"), 0))
 
 
@@ -96,26 +97,21 @@ async def gather(folder: Path, count: int, *, poll_s: float = 0.01) -> tuple[lis
 
 async def ship(
     publisher: dcr.Publisher, version: int, learner: Learner, emit: events.Emitter, tasks: anyio.abc.TaskGroup
-) -> anyio.Event:
-    """Publish a version and report on it beside the training; the event is set once it is committed."""
+) -> tuple[dcr.Refit, anyio.Event]:
+    """Publish a version and report on it beside the training; the event is set once that is done."""
     start, done = time.monotonic(), anyio.Event()
     refit = await publisher.publish(version=version)
 
     async def watch() -> None:
-        await publisher.captured()
-        captured_s = time.monotonic() - start
         report = await refit.committed()
-        shipping = (start, time.monotonic())
-        emit(describe(report, captured_s, shipping, learner.computing.take()))
+        emit(describe(report, (start, time.monotonic()), learner.computing.take()))
         done.set()
 
     tasks.start_soon(watch)
-    return done
+    return refit, done
 
 
-def describe(
-    report: dcr.Report, captured_s: float, shipping: events.Span, computing: tuple[events.Span, ...]
-) -> events.Committed:
+def describe(report: dcr.Report, shipping: events.Span, computing: tuple[events.Span, ...]) -> events.Committed:
     """The report of a refit as an event."""
     return events.Committed(
         version=report.version,
@@ -123,15 +119,14 @@ def describe(
         changed=report.changed,
         wire_bytes=report.wire_bytes,
         dense_bytes=report.dense_bytes,
+        sent_again_bytes=report.sent_again,
         stages={
-            name: events.StageTime(stage.busy_s, stage.blocked_in_s, stage.blocked_out_s, stage.items)
-            for name, stage in report.stages.items()
+            stage.name: events.StageTime(stage.busy_s, stage.blocked_in_s, stage.blocked_out_s, stage.items)
+            for stage in report.stages.stages
         },
-        bottleneck=report.bottleneck,
-        wall_s=report.wall_s,
-        members=tuple(report.members),
+        bottleneck=report.stages.bottleneck,
+        captured_s=report.captured_s,
         shipping=shipping,
-        captured_s=captured_s,
         computing=computing,
     )
 

@@ -1,0 +1,199 @@
+"""One engine rank at a member: its loader, and what is known of the bits in its live memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from dcr import digest, frames, plugins
+from dcr.budget import ByteBudget
+from dcr.commit import Receipt
+from dcr.errors import DigestMismatch, IncompleteError, PayloadError, Poisoned, StateError, StorageRebound
+from dcr.frames import Layout
+from dcr.pipeline import Pipeline
+from dcr.ready import Ready
+from dcr.seams import Codec, Loader
+from dcr.stages import apply
+from dcr.stages.apply import Inspect, Prepare, Write
+from dcr.stages.compress import Decompress
+from dcr.stages.transfer import Fetch
+from dcr.views import Lanes
+from dcr.wire import Chunk, Identity, Message, Open
+
+Receive = Callable[[], Awaitable[Message]]
+AskAgain = Callable[[Chunk, PayloadError], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a member votes for: the digest it will have, and all that must be written to get there."""
+
+    identity: Identity
+    root: bytes
+    target: Lanes
+    readies: list[Ready]
+
+    @property
+    def changed(self) -> int:
+        """Elements that will be written."""
+        return sum(ready.changed for ready in self.readies)
+
+
+def find_codec(name: str) -> Codec:
+    """An installed codec."""
+    codec: Codec = plugins.load("dcr.codecs", name)
+    return codec
+
+
+class Rank:
+    """A loader, used by one thread at a time, and the digest of what it holds.
+
+    The digest is carried forward from version to version; it is believed only within one storage epoch.
+
+    budget: bytes of encoded chunks in memory. timeout_s: how long to wait for the next piece of an attempt that has
+    begun. workers: threads that decode.
+    """
+
+    def __init__(
+        self, loader: Loader, *, budget: ByteBudget, codecs: Callable[[str], Codec], timeout_s: float, workers: int
+    ) -> None:
+        self._loader = loader
+        self._budget = budget
+        self._codecs = codecs
+        self._timeout_s = timeout_s
+        self._workers = workers
+        self._limiter = anyio.CapacityLimiter(1)
+        self._layout: Layout | None = None
+        self._epoch = b""
+        self._lanes: Lanes = digest.zero(0)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that the loader is bound to.
+
+        Raises:
+            StateError: it is not bound.
+        """
+        if self._layout is None:
+            raise StateError("no layout is bound yet")
+        return self._layout
+
+    @property
+    def root(self) -> bytes:
+        """The digest of live memory, as it is believed to be."""
+        return digest.root(self._lanes)
+
+    async def bind(self, opened: Message) -> Layout:
+        """Bind the loader to an attempt's layout, unless it is bound to it already.
+
+        Raises:
+            WireError, LayoutError, SchemaError, PayloadError: it is not a layout, or does not fit this engine.
+        """
+        header = opened.header
+        assert isinstance(header, Open)
+        if self._layout is None or self._layout.digest != header.layout:
+            layout = await anyio.to_thread.run_sync(frames.decode, opened.body)
+            if layout.digest != header.layout:
+                raise PayloadError(f"{header.identity}: its layout does not match the digest in its opening")
+            await self._run(self._loader.bind, layout)
+            self._layout = layout
+            self._epoch = await self._run(self._loader.epoch)
+            await self.rescan()
+        return self.layout
+
+    async def rescan(self) -> bytes:
+        """Recompute the digest from live memory; its root, or nothing if copies of one tensor differ."""
+        try:
+            self._lanes = await self._run(self._loader.digest)
+        except DigestMismatch:
+            self._lanes = digest.zero(len(self.layout.schema.tensors))
+            return b""
+        return self.root
+
+    async def require_epoch(self) -> None:
+        """Weights still lie where they lay when the loader was bound.
+
+        Raises:
+            StorageRebound: they do not.
+        """
+        if await self._run(self._loader.epoch) != self._epoch:
+            raise StorageRebound("a weight was replaced or moved since the loader was bound; subscribe anew")
+
+    async def prepare(self, receipt: Receipt, receive: Receive, again: AskAgain | None) -> Prepared:
+        """Fetch, verify and prepare an attempt; writes nothing.
+
+        Raises: as `dcr.stages.transfer.Fetch` and `dcr.stages.apply.verify`.
+        """
+        await self.require_epoch()
+        readies: list[Ready] = []
+        fetch = self._fetch(receipt, receive, again)
+        await Pipeline(self._decompress(), Prepare(self._loader)).run(fetch, into=readies.append)
+        seal = receipt.require_complete()
+        assert fetch.seal is not None
+        target = await anyio.to_thread.run_sync(apply.verify, fetch.seal, self.layout, self._lanes, readies)
+        return Prepared(seal.identity, seal.root, target, readies)
+
+    async def inspect(
+        self, receipt: Receipt, receive: Receive, again: AskAgain | None
+    ) -> tuple[bytes, Prepared | None]:
+        """Fetch and verify an anchor without keeping it: its root, and, if these bits are held already, itself.
+
+        Raises: as `prepare`.
+        """
+        inspect = Inspect(self.layout)
+        fetch = self._fetch(receipt, receive, again)
+        await Pipeline(self._decompress(), inspect).run(fetch)
+        seal = receipt.require_complete()
+        assert fetch.seal is not None
+        target = inspect.verify(fetch.seal)
+        held = (self._lanes == target).all()
+        return seal.root, Prepared(seal.identity, seal.root, target, []) if held else None
+
+    async def install(self, prepared: Prepared) -> None:
+        """Write what is prepared; raises as `dcr.stages.apply.install`."""
+        await self._run(apply.install, self._loader, prepared.readies)
+        self._lanes = prepared.target
+
+    async def overwrite(self, opened: Message, messages: AsyncIterator[Message]) -> None:
+        """Write a stored attempt straight into live memory, which is right only if a rescan says so afterwards."""
+        header = opened.header
+        assert isinstance(header, Open)
+        await self.bind(opened)
+        receipt = Receipt(header, run=header.identity.run, term=0, holds=header.base)
+        fetch = self._fetch(receipt, reader(messages, header.identity), None)
+        await Pipeline(self._decompress(), Prepare(self._loader), Write(self._loader)).run(fetch)
+        receipt.require_complete()
+
+    async def require_root(self, identity: Identity, root: bytes) -> None:
+        """Rescan live memory.
+
+        Raises:
+            Poisoned: it does not hold what it should.
+        """
+        if await self.rescan() != root:
+            raise Poisoned(f"{identity} was written from the store, but live memory has another digest")
+
+    def _fetch(self, receipt: Receipt, receive: Receive, again: AskAgain | None) -> Fetch:
+        return Fetch(receipt, self.layout, self._budget, receive=receive, again=again, timeout_s=self._timeout_s)
+
+    def _decompress(self) -> Decompress:
+        return Decompress(self.layout, self._codecs, workers=self._workers)
+
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await anyio.to_thread.run_sync(function, *args, limiter=self._limiter)
+
+
+def reader(messages: AsyncIterator[Message], identity: Identity) -> Receive:
+    """The messages of a stored attempt, one at a time."""
+
+    async def receive() -> Message:
+        try:
+            return await anext(messages)
+        except StopAsyncIteration:
+            raise IncompleteError(f"{identity}: the store ended before the attempt was complete") from None
+
+    return receive

@@ -1,0 +1,134 @@
+"""The roster: which members take part in a run, what each one holds, and how they vote. For a publisher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import anyio
+
+from dcr.commit import Votes
+from dcr.errors import PayloadError
+from dcr.observe import Event, Observer
+from dcr.refit import Refit
+from dcr.wire import Ack, Identity, Join, Leave, MemberRef, Message, Nack
+
+
+class Roster:
+    """Takes what members send. One attempt is voted on at a time."""
+
+    def __init__(self, observe: Observer) -> None:
+        self._observe = observe
+        self._news = anyio.Event()
+        self._again: set[int] = set()
+        self._votes: Votes | None = None
+        self._refit: Refit | None = None
+        self.holds: dict[MemberRef, Identity | None] = {}  # what each member has installed, or prepared and committed
+
+    def __len__(self) -> int:
+        return len(self.holds)
+
+    def __iter__(self) -> Iterator[MemberRef]:
+        return iter(self.holds)
+
+    async def news(self) -> None:
+        """Wait until some member says something."""
+        await self._news.wait()
+
+    def electorate(self, base: Identity | None) -> frozenset[MemberRef]:
+        """Who votes on an attempt from this base: the members that hold it; for an anchor, all of them."""
+        return frozenset(ref for ref, holds in self.holds.items() if base is None or holds == base)
+
+    def open(self, identity: Identity, base: Identity | None, quorum: int | Literal["all"]) -> Votes:
+        """A new attempt: its votes, counted from here on."""
+        self._again.clear()
+        self._votes = Votes(identity, b"", self.electorate(base), quorum)
+        return self._votes
+
+    def close(self) -> None:
+        """The attempt has ended."""
+        self._votes = None
+
+    def committed(self, votes: Votes, refit: Refit) -> frozenset[MemberRef]:
+        """An attempt is the version now: the members that will install it, whose answers go to the refit."""
+        self._refit = refit
+        present = frozenset(votes.prepared & self.holds.keys())
+        self.holds |= dict.fromkeys(present, votes.identity)
+        return present
+
+    def give_up_on(self, member: MemberRef) -> None:
+        """A member that does not answer takes no part until it says something again."""
+        self.holds.pop(member, None)
+
+    def take_again(self) -> list[int]:
+        """Frames whose chunks were refused since the last call."""
+        again, self._again = sorted(self._again), set()
+        return again
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that a member holds; -1 if one holds none, or there is none."""
+        return min((held.version if held else -1 for held in self.holds.values()), default=-1)
+
+    def receive(self, message: Message) -> None:
+        """Take a member's message."""
+        match message.header:
+            case Join(member=member, holds=holds):
+                self.holds[member] = holds
+                self._emit("joined", None, member, detail=str(holds or "nothing"))
+            case Leave(member=member):
+                self._leave(member)
+            case Ack() as ack:
+                self._ack(ack)
+            case Nack() as nack:
+                self._nack(nack)
+            case _:
+                return
+        self._tell()
+
+    def _leave(self, member: MemberRef) -> None:
+        self.holds.pop(member, None)
+        if self._votes is not None:
+            self._votes.leave(member)
+        if self._refit is not None:
+            self._refit.answer(member, "left")
+        self._emit("left", None, member)
+
+    def _ack(self, ack: Ack) -> None:
+        version = ack.identity.version
+        if ack.kind == "installed":
+            self.holds[ack.member] = ack.identity
+            self._answer(version, ack.member, "installed")
+            self._emit("installed", version, ack.member)
+        elif self._votes is not None:
+            try:
+                if self._votes.prepare(ack):
+                    self._emit("prepared", version, ack.member)
+            except PayloadError as error:
+                self._votes.drop(ack.member, str(error))
+                self._emit("refused", version, ack.member, detail=str(error))
+
+    def _nack(self, nack: Nack) -> None:
+        version = nack.identity.version
+        if nack.frames:
+            if self._votes is not None and nack.identity == self._votes.identity:
+                self._again |= set(nack.frames)
+            self._emit("refused", version, nack.member, frame=nack.frames[0], detail=nack.reason)
+            return
+        if nack.member in self.holds:
+            self.holds[nack.member] = nack.holds
+        if self._votes is not None:
+            self._votes.refuse(nack)
+        self._answer(version, nack.member, nack.reason)
+        self._emit("refused", version, nack.member, detail=nack.reason)
+
+    def _answer(self, version: int, member: MemberRef, said: str) -> None:
+        if self._refit is not None and self._refit.version == version:
+            self._refit.answer(member, said)
+
+    def _tell(self) -> None:
+        news, self._news = self._news, anyio.Event()
+        news.set()
+
+    def _emit(self, name: str, version: int | None, member: MemberRef, **rest: Any) -> None:
+        self._observe(Event(name, version, member.member, **rest))

@@ -1,0 +1,58 @@
+"""A version as its subscriber's user sees it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import anyio
+
+from dcr.errors import StateError
+from dcr.wire import Identity
+
+
+class Version:
+    """A committed version, ready to be installed: `install` is the only moment at which weights change.
+
+    kind: "delta" (prepared, with an undo) or "seed" (this member held no version that leads here: everything is
+    written from stored versions, without an undo). changed: elements that will be written; None for a seed.
+    """
+
+    def __init__(self, identity: Identity, kind: Literal["delta", "seed"], changed: int | None) -> None:
+        self.identity = identity
+        self.kind = kind
+        self.changed = changed
+        self.installed = False
+        self._wanted = anyio.Event()
+        self._answered = anyio.Event()
+        self._error: Exception | None = None
+
+    @property
+    def number(self) -> int:
+        return self.identity.version
+
+    async def install(self) -> None:
+        """Write it, read it back, and report it installed. After an error that is not `Poisoned`, try again.
+
+        Raises:
+            ReadBackError: memory did not keep what was written; it was undone, the version before still serves.
+            Poisoned: live memory may hold half a version: do not serve; the next version offered seeds it anew.
+            StorageRebound: a weight was replaced since it was bound; nothing was written.
+            StateError: it is installed already, or the subscriber was closed.
+        """
+        if self.installed or self._wanted.is_set():
+            raise StateError(f"version {self.number} {'is' if self.installed else 'is being'} installed already")
+        self._wanted.set()
+        await self._answered.wait()
+        self._answered = anyio.Event()
+        if self._error is not None:
+            raise self._error
+
+    async def wanted(self) -> None:
+        """For the subscriber: wait until somebody calls install."""
+        await self._wanted.wait()
+
+    def answer(self, error: Exception | None) -> None:
+        """For the subscriber: how it went."""
+        self._error, self.installed = error, error is None
+        self._wanted = anyio.Event()
+        self._answered.set()
