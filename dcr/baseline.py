@@ -108,9 +108,9 @@ class HealSet:
         self._versions.append((version, indices))
         del self._versions[: -self._limit]
 
-    def forget(self, version: int) -> None:
-        """No member holds anything older than this version any more."""
-        self._versions = [kept for kept in self._versions if kept[0] > version]
+    def forget(self, oldest: int | None) -> None:
+        """No member holds anything older than this version; None: no member holds any, a new one is seeded."""
+        self._versions = [] if oldest is None else [kept for kept in self._versions if kept[0] > oldest]
 
     def since(self, version: int) -> dict[int, Positions | None] | None:
         """The union of the index sets of all versions after this one; None if it reaches back too far to be known."""

@@ -14,24 +14,26 @@ from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
+import msgspec
+import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from dcr import digest, frames, kernels, plugins
 from dcr.baseline import Baseline, HealSet
 from dcr.budget import ByteBudget, MiB
 from dcr.commit import Votes
-from dcr.errors import DcrError, StateError, VoteError
+from dcr.errors import DcrError, StateError, VoteError, WireError
 from dcr.frames import FRAME_ELEMS, Layout
 from dcr.ledger import Headship
 from dcr.observe import Event, Observer, Summary, ignore
-from dcr.patch import Operation
+from dcr.patch import Operation, Patch
 from dcr.pipeline import Pipeline
 from dcr.placement import canonical_table
 from dcr.refit import Refit, Report
 from dcr.roster import Roster
 from dcr.seams import Codec, Run, Source, Stage, Transport
 from dcr.stages.compress import Compress
-from dcr.stages.construct import Construct, source_table
+from dcr.stages.construct import Construct, Whole, source_table
 from dcr.stages.transfer import Transfer
 from dcr.views import Bits, Lanes
 from dcr.wire import Abort, ChunkRef, Commit, Identity, Message, Open, Seal
@@ -48,6 +50,9 @@ class Publisher:
     quorum: how many members that hold the base must prepare a version before it is committed, or "all" of them.
     vote_timeout_s: how long they may take, counted from the seal. stages: stages of your own between compress and
     transfer. frame_elems: elements per frame. workers: threads that compare, and as many that compress.
+    anchor_every: after every so many commits the committed bits are stored whole as well, so that a late joiner reads
+    few deltas; what lies before the last but one such anchor is removed. None: all versions are kept, and the first is
+    the only anchor.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class Publisher:
         vote_timeout_s: float = 600.0,
         stages: Sequence[Stage[Any, Any]] = (),
         frame_elems: int = FRAME_ELEMS,
+        anchor_every: int | None = None,
         workers: int = 1,
         observe: Observer = ignore,
     ) -> None:
@@ -77,6 +83,9 @@ class Publisher:
         self._stages = tuple(stages)
         self._frame_elems = frame_elems
         self._workers = workers
+        self._anchor_every = anchor_every
+        self._anchors: list[int] = []
+        self._commits = 0
         self._observe = observe
         self._roster = Roster(observe)
         self._refit: Refit | None = None
@@ -190,7 +199,16 @@ class Publisher:
 
     async def _listen(self) -> None:
         while True:
-            self._roster.receive(await self._link.receive())
+            try:
+                message = await self._link.receive()
+            except WireError as error:
+                self._observe(Event("ignored", detail=str(error)))
+            except (DcrError, OSError) as error:
+                self._broken = error
+                self._roster.end(error)
+                return
+            else:
+                self._roster.receive(message)
 
     async def _work(self, requests: MemoryObjectReceiveStream[Refit]) -> None:
         async with requests:
@@ -247,6 +265,27 @@ class Publisher:
         )
         refit.finish(report, awaited)
         self._emit("committed", refit.version, nbytes=report.wire_bytes)
+        try:
+            await self._anchor(identity, is_anchor=base is None)
+        except (DcrError, OSError) as error:  # the version is committed; only late joiners read more
+            self._emit("anchor_failed", refit.version, detail=f"{type(error).__name__}: {error}")
+
+    async def _anchor(self, committed: Identity, *, is_anchor: bool) -> None:
+        """Where it is due, store the committed bits whole beside their delta, and remove what nobody needs any more."""
+        self._commits += 1
+        if not is_anchor and self._anchor_every and self._commits % self._anchor_every == 0:
+            identity = msgspec.structs.replace(committed, attempt=committed.attempt + 1)
+            compress = Compress(identity, self._codec, self._operation, self._budget, workers=self._workers)
+            await self._link.send(Message(Open(identity, None, self._baseline.layout.digest, ()), self._opening))
+            refs, _, nbytes = await self._ship(Whole(self._baseline), compress)
+            lanes, nothing = self._baseline.lanes, np.zeros_like(self._baseline.lanes)
+            await self._link.send(_sealed(identity, None, refs, digests=(nothing, lanes, nothing)))
+            self._emit("anchored", identity.version, nbytes=nbytes)
+            is_anchor = True
+        if is_anchor:
+            self._anchors.append(committed.version)
+            if self._anchor_every and self._run.store is not None and len(self._anchors) > 1:
+                await self._run.store.prune(frozenset(), below=self._anchors[-2])
 
     async def _send(
         self, refit: Refit, votes: Votes, base: Identity | None, compress: Compress
@@ -273,20 +312,23 @@ class Publisher:
             audited=refit.version % count if count else None,
             captured=captured,
         )
-        transfer = Transfer(self._link)
-        refs: list[ChunkRef] = []
-        pipeline: Pipeline[int, ChunkRef] = Pipeline(construct, compress, *self._stages, transfer)
-        summary = await pipeline.run(range(count), into=refs.append)
+        refs, summary, sent_bytes = await self._ship(construct, compress)
         if missing := {patch.frame.index for patch in self._baseline.patches()} - {ref.frame for ref in refs}:
             raise StateError(f"a stage dropped the chunks of frames {sorted(missing)[:8]}; a version needs them all")
-        return refs, summary, captured_s - began_s, transfer.sent_bytes
+        return refs, summary, captured_s - began_s, sent_bytes
+
+    async def _ship(self, first: Stage[int, Patch], compress: Compress) -> tuple[list[ChunkRef], Summary, int]:
+        """All frames through the pipeline: what the seal must list, the statistics, the bytes sent."""
+        transfer, refs = Transfer(self._link), list[ChunkRef]()
+        pipeline: Pipeline[int, ChunkRef] = Pipeline(first, compress, *self._stages, transfer)
+        summary = await pipeline.run(range(len(self._plan)), into=refs.append)
+        return refs, summary, transfer.sent_bytes
 
     def _seal(self, votes: Votes, base: Identity | None, refs: Sequence[ChunkRef]) -> Message:
         lanes = self._baseline.lanes
         target, touched = self._baseline.target()
         votes.root = digest.root(target)
-        seal = Seal(votes.identity, base, tuple(refs), digest.root(lanes), votes.root)
-        return Message(seal, digest.pack(lanes) + digest.pack(target) + digest.pack(touched))
+        return _sealed(votes.identity, base, refs, digests=(lanes, target, touched))
 
     async def _collect(self, votes: Votes, compress: Compress) -> int:
         """Wait until the vote is carried, sending chunks again that were refused. Returns bytes sent again.
@@ -352,6 +394,14 @@ class Publisher:
             except (DcrError, OSError) as failed:
                 error.add_note(f"the abort could not be sent either: {failed}")
         self._emit("aborted", identity.version, detail=reason)
+
+
+def _sealed(
+    identity: Identity, base: Identity | None, refs: Sequence[ChunkRef], *, digests: tuple[Lanes, Lanes, Lanes]
+) -> Message:
+    """A Seal; digests: of the base, of the target, and of the old bits that are replaced."""
+    seal = Seal(identity, base, tuple(refs), digest.root(digests[0]), digest.root(digests[1]))
+    return Message(seal, b"".join(map(digest.pack, digests)))
 
 
 def _answers(votes: Votes, roster: Roster) -> dict[str, str]:

@@ -20,6 +20,7 @@ class Roster:
     def __init__(self, observe: Observer) -> None:
         self._observe = observe
         self._news = anyio.Event()
+        self._ended: Exception | None = None
         self._again: set[int] = set()
         self._votes: Votes | None = None
         self._refit: Refit | None = None
@@ -32,8 +33,18 @@ class Roster:
         return iter(self.holds)
 
     async def news(self) -> None:
-        """Wait until some member says something."""
+        """Wait until some member says something.
+
+        Raises: what ended the link, if it has ended.
+        """
         await self._news.wait()
+        if self._ended is not None:
+            raise self._ended
+
+    def end(self, error: Exception) -> None:
+        """The link to the members has ended: nobody will be heard any more."""
+        self._ended = error
+        self._tell()
 
     def electorate(self, base: Identity | None) -> frozenset[MemberRef]:
         """Who votes on an attempt from this base: the members that hold it; for an anchor, all of them."""
@@ -66,9 +77,9 @@ class Roster:
         return again
 
     @property
-    def oldest(self) -> int:
-        """The oldest version that a member holds; -1 if one holds none, or there is none."""
-        return min((held.version if held else -1 for held in self.holds.values()), default=-1)
+    def oldest(self) -> int | None:
+        """The oldest version that a member holds; None if no member holds any."""
+        return min((held.version for held in self.holds.values() if held), default=None)
 
     def receive(self, message: Message) -> None:
         """Take a member's message."""

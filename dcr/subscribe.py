@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +30,7 @@ from dcr.errors import (
     RunMismatch,
     StateError,
     StorageRebound,
+    WireError,
 )
 from dcr.observe import Event, Observer, ignore
 from dcr.rank import Prepared, Rank, find_codec, reader
@@ -158,12 +160,20 @@ class Subscriber:
             try:
                 while True:
                     await self._catch_up()
-                    message = await self._mail.receive()
-                    if isinstance(message.header, Open):
+                    message = await self._next()
+                    if message is not None and isinstance(message.header, Open):
                         await self._attempt(message, message.header)
             except Exception as error:
                 self._error = error
                 self._emit("failed", detail=f"{type(error).__name__}: {error}")
+
+    async def _next(self) -> Message | None:
+        """The next message; None for one that cannot be understood: it is reported, and it is no attempt."""
+        try:
+            return await self._mail.receive()
+        except WireError as error:
+            self._emit("ignored", detail=str(error))
+            return None
 
     def _move(self, event: str) -> None:
         self._state = member_after(self._state, event)
@@ -205,7 +215,8 @@ class Subscriber:
                 return
             links = await self._links(store, head)
             if self._holds is None or links[0].open.base is None:
-                await self._seed(store, links)
+                version = Version(links[-1].open.identity, "seed", None)
+                await self._offer(version, partial(self._seed, store, links))
             else:
                 await self._follow(store, links[0])
 
@@ -227,15 +238,11 @@ class Subscriber:
             return
         self._move("prepared")
         self._move("head_names_it")
-        await self._offer(prepared)
+        await self._offer_prepared(prepared)
 
-    async def _seed(self, store: Store, links: list[chain.Stored]) -> None:
-        """Offer a version that is written from the store over whatever live memory holds."""
-        identity = links[-1].open.identity
-        version = Version(identity, "seed", None)
-        await self._offer_to.send(version)
-        await version.wanted()
-        began_s = time.monotonic()
+    async def _seed(self, store: Store, links: list[chain.Stored]) -> Exception | None:
+        """Write stored versions over whatever live memory holds: an anchor, and the deltas after it."""
+        began_s, identity = time.monotonic(), links[-1].open.identity
         if self._holds is not None:
             self._holds = None
             self._move("lost_trust")
@@ -247,10 +254,9 @@ class Subscriber:
             await self._rank.require_root(identity, links[-1].seal.root)
         except (DcrError, OSError) as error:
             await self._poison(identity, error)
-            version.answer(error)
-            return
+            return error
         await self._installed(identity, links[-1].seal.root, began_s)
-        version.answer(None)
+        return None
 
     # ------------------------------------------------------------------ live attempts
 
@@ -272,6 +278,9 @@ class Subscriber:
             return
         except RemoteError as error:
             await self._refuse(identity, error)
+        except DcrError as error:  # this side's own trouble: the publisher need not wait for a vote
+            await self._refuse(identity, error)
+            raise
         else:
             if await self._outcome(identity) and prepared is not None:
                 await self._accept(prepared)
@@ -319,7 +328,7 @@ class Subscriber:
             self._move("opened")
             self._move("prepared")
         self._move("head_names_it")
-        await self._offer(prepared)
+        await self._offer_prepared(prepared)
 
     # ------------------------------------------------------------------ preparing
 
@@ -342,7 +351,7 @@ class Subscriber:
         self._emit("refused", chunk.identity.version, frame=chunk.frame, detail=reason)
         await self._link.send(Message(Nack(self._ref, chunk.identity, self._holds, reason, (chunk.frame,))))
 
-    async def _refuse(self, identity: Identity, error: RemoteError) -> None:
+    async def _refuse(self, identity: Identity, error: DcrError) -> None:
         reason = f"{type(error).__name__}: {error}"
         self._emit("refused", identity.version, detail=reason)
         if not isinstance(error, RunMismatch):
@@ -362,13 +371,18 @@ class Subscriber:
 
     # ------------------------------------------------------------------ installing
 
-    async def _offer(self, prepared: Prepared) -> None:
-        """Offer a prepared version until it is installed, or its installation has poisoned this member."""
-        version = Version(prepared.identity, "delta", prepared.changed)
-        await self._offer_to.send(version)
-        while not version.installed and self._state is not Member.POISONED:
-            await version.wanted()
-            version.answer(await self._install(prepared))
+    async def _offer(self, version: Version, install: Callable[[], Awaitable[Exception | None]]) -> None:
+        """Offer a version until it is installed, or its installation has poisoned this member."""
+        try:
+            await self._offer_to.send(version)
+            while not version.installed and self._state is not Member.POISONED:
+                await version.wanted()
+                version.answer(await install())
+        finally:
+            version.close()
+
+    async def _offer_prepared(self, prepared: Prepared) -> None:
+        await self._offer(Version(prepared.identity, "delta", prepared.changed), partial(self._install, prepared))
 
     async def _install(self, prepared: Prepared) -> Exception | None:
         began_s = time.monotonic()
@@ -394,6 +408,7 @@ class Subscriber:
         self._move("installed")
         self._emit("installed", identity.version, detail=f"{time.monotonic() - began_s:.6f} s")
         await self._link.send(Message(Ack("installed", self._ref, identity, root)))
+        await self._link.send(Message(Join(self._ref, identity)))
 
     async def _poison(self, identity: Identity, error: Exception) -> None:
         reason = f"poisoned: {type(error).__name__}: {error}"

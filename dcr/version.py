@@ -25,6 +25,7 @@ class Version:
         self._wanted = anyio.Event()
         self._answered = anyio.Event()
         self._error: Exception | None = None
+        self._closed = False
 
     @property
     def number(self) -> int:
@@ -41,6 +42,8 @@ class Version:
         """
         if self.installed or self._wanted.is_set():
             raise StateError(f"version {self.number} {'is' if self.installed else 'is being'} installed already")
+        if self._closed:
+            raise StateError(f"version {self.number} can not be installed any more: its subscriber has ended")
         self._wanted.set()
         await self._answered.wait()
         self._answered = anyio.Event()
@@ -56,3 +59,9 @@ class Version:
         self._error, self.installed = error, error is None
         self._wanted = anyio.Event()
         self._answered.set()
+
+    def close(self) -> None:
+        """For the subscriber: nobody will install it any more."""
+        self._closed = True
+        if self._wanted.is_set():
+            self.answer(StateError(f"the subscriber ended while version {self.number} was being installed"))

@@ -15,7 +15,7 @@ import numpy as np
 
 from dcr import kernels
 from dcr.baseline import Baseline
-from dcr.errors import DigestMismatch
+from dcr.errors import DigestMismatch, StateError
 from dcr.frames import Frame, SourceFrame
 from dcr.patch import Patch
 from dcr.pipeline import DROP, Drop, Inbox, Outbox, serve
@@ -83,6 +83,27 @@ class Construct:
         return patch
 
 
+class Whole:
+    """Frame numbers in, the committed bits of each frame out, whole: an anchor of the baseline."""
+
+    name = "whole"
+    workers = 1
+
+    def __init__(self, baseline: Baseline) -> None:
+        self._baseline = baseline
+
+    async def run(self, inbox: Inbox[int], outbox: Outbox[Patch]) -> None:
+        """See `dcr.seams.Stage`."""
+        await serve(inbox, outbox, self.patch)
+
+    def patch(self, index: int) -> Patch:
+        """One frame; its bits are borrowed from the baseline."""
+        frame, bits = self._baseline.layout.frames[index], self._baseline.base(index)
+        if bits is None:
+            raise StateError("nothing is committed yet: there is nothing to make an anchor of")
+        return _whole(frame, bits)
+
+
 def source_table(source: SourceFrame, storages: Sequence[Bits]) -> Table:
     """Where a frame's elements lie in the live storages; only those that it uses, so that all have one width."""
     used, rows = np.unique(source.rows[:, STORAGE], return_inverse=True)
@@ -93,7 +114,10 @@ def source_table(source: SourceFrame, storages: Sequence[Bits]) -> Table:
 
 def _anchor(frame: Frame, table: Table, kind: int) -> Patch:
     """All N elements: these very bits become the baseline's."""
-    bits = kernels.read(table, kind)
+    return _whole(frame, kernels.read(table, kind))
+
+
+def _whole(frame: Frame, bits: Bits) -> Patch:
     new_sums = kernels.digest(canonical_table(frame, bits), frame.keys)
     return Patch(frame, None, bits, None, frame.numel, np.zeros_like(new_sums), new_sums)
 

@@ -1,7 +1,7 @@
 """The local transport: a run is a directory on a file system that all sides see (`local:///path/to/run`).
 
     head                                  the head record, replaced by compare-and-set under a file lock
-    members/<member>.<incarnation>        a Join, for as long as the member takes part
+    members/<member>.<incarnation>        a Join, for as long as the member takes part; touched as a sign of life
     attempts/<version>.<term>.<attempt>/  one attempt, immutable once sealed
         open, 00000000.chunk, ..., seal   in this order
         abort                             the publisher gave it up
@@ -18,10 +18,12 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Set
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
@@ -40,12 +42,13 @@ TEMPORARY = ".tmp"
 class LocalTransport:
     """Opens runs in directories.
 
-    poll_s: how often a side looks for news, in seconds. fsync: flush to the disk where the module's text promises it;
-    without, versions survive the process but not the host.
+    poll_s: how often a side looks for news, in seconds. stale_s: a member whose sign of life is older has left. fsync:
+    flush to the disk where the module's text promises it; without, versions survive the process but not the host.
     """
 
-    def __init__(self, *, poll_s: float = 0.01, fsync: bool = True) -> None:
+    def __init__(self, *, poll_s: float = 0.01, stale_s: float = 30.0, fsync: bool = True) -> None:
         self._poll_s = poll_s
+        self._stale_s = stale_s
         self._fsync = fsync
 
     @asynccontextmanager
@@ -57,7 +60,7 @@ class LocalTransport:
         root = Path(unquote(parts.path))
         for folder in (root / "attempts", root / "members"):
             folder.mkdir(parents=True, exist_ok=True)
-        yield LocalRun(root, poll_s=self._poll_s, fsync=self._fsync)
+        yield LocalRun(root, poll_s=self._poll_s, stale_s=self._stale_s, fsync=self._fsync)
 
 
 transport = LocalTransport()
@@ -66,22 +69,21 @@ transport = LocalTransport()
 class LocalRun:
     """A run in a directory: its ledger, its store, and links."""
 
-    def __init__(self, root: Path, *, poll_s: float, fsync: bool) -> None:
+    def __init__(self, root: Path, *, poll_s: float, stale_s: float, fsync: bool) -> None:
         self.root = root
         self.poll_s = poll_s
+        self.stale_s = stale_s
         self.disk = _Disk(fsync)
         self.ledger = _Ledger(root, self.disk)
         self.store = _Store(root)
 
-    @asynccontextmanager
-    async def sender(self) -> AsyncIterator[_SenderLink]:
+    def sender(self) -> _SenderLink:
         """See `dcr.seams.Run.sender`."""
-        yield _SenderLink(self)
+        return _SenderLink(self)
 
-    @asynccontextmanager
-    async def member(self, ref: MemberRef) -> AsyncIterator[_MemberLink]:
+    def member(self, ref: MemberRef) -> _MemberLink:
         """See `dcr.seams.Run.member`."""
-        yield _MemberLink(self, ref)
+        return _MemberLink(self, ref)
 
 
 class _Disk:
@@ -214,6 +216,13 @@ class _SenderLink:
         self._chunks = 0
         self._seen: set[Path] = set()
         self._joined: dict[Path, MemberRef] = {}
+        self._beats: dict[Path, tuple[int, float]] = {}
+
+    async def __aenter__(self) -> _SenderLink:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+        pass
 
     async def send(self, message: Message) -> None:
         """See `dcr.seams.Link.send`."""
@@ -252,22 +261,36 @@ class _SenderLink:
         return self._folder
 
     def _receive(self) -> Message | None:
-        now = set(_listed(self._members))
+        now = {path for path in _listed(self._members) if self._alive(path)}
         votes = _listed(self._folder / "votes") if self._folder else []
         for path in sorted((*now, *votes)):
             if path in self._seen:
                 continue
+            self._seen.add(path)
             try:
                 message = _load(path)
             except IncompleteError:
                 continue  # the member left in this very moment
-            self._seen.add(path)
             if isinstance(message.header, Join):
                 self._joined[path] = message.header.member
             return message
         for path in self._joined.keys() - now:
+            self._seen.discard(path)
             return Message(Leave(self._joined.pop(path)))
         return None
+
+    def _alive(self, path: Path) -> bool:
+        """A member touches its file while it lives; what counts is that the time changes, not what it says."""
+        try:
+            stamp = path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+        now_s = time.monotonic()
+        beat, since_s = self._beats.get(path, (stamp, now_s))
+        if beat != stamp:
+            since_s = now_s
+        self._beats[path] = stamp, since_s
+        return now_s - since_s < self._run.stale_s
 
 
 class _MemberLink:
@@ -284,6 +307,24 @@ class _MemberLink:
         self._seen: set[Path] = set()
         self._head: Identity | None = None
         self._votes = 0
+
+    async def __aenter__(self) -> _MemberLink:
+        self._group = await anyio.create_task_group().__aenter__()
+        self._group.start_soon(self._beat)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._group.cancel_scope.cancel()
+        await self._group.__aexit__(kind, error, at)
+
+    async def _beat(self) -> None:
+        """Show that this member lives."""
+        while True:
+            await anyio.sleep(self._run.stale_s / 10)
+            with suppress(FileNotFoundError):
+                await anyio.to_thread.run_sync(os.utime, self._join)
 
     async def send(self, message: Message) -> None:
         """See `dcr.seams.Link.send`."""
@@ -332,11 +373,14 @@ class _MemberLink:
             try:
                 message = _load(folder / "open")
             except IncompleteError:
-                continue
+                continue  # it is being made
+            except WireError:
+                self._last = folder.name
+                raise
+            self._last = folder.name
             assert isinstance(message.header, Open)
-            self._folder, self._last, self._seen = folder, folder.name, set()
+            self._folder, self._seen, self._opened = folder, set(), message.header.identity
             self._waiting.clear()
-            self._opened = message.header.identity
             return message
         return None
 
