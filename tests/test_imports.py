@@ -33,6 +33,7 @@ ROOMS = (
     "commit",
     "frames",
     "placement",
+    "ready",
 )
 # Besides each other. `kernels` picks from the compiled module, and asks the build whether there is one.
 PURE = {"numpy", "msgspec"}
