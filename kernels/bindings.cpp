@@ -109,6 +109,9 @@ size_t result_width(int kind, const Table& table) {
     return width_after(kind, table.width ? table.width : 1);
 }
 
+// Bytes per element that an argument must have: those of the result, but a table without storages takes any.
+size_t argument_width(int kind, const Table& table) { return table.width ? width_after(kind, table.width) : 0; }
+
 nb::object read(nb::handle storages, nb::handle rows, int kind) {
     const LentTable lent(storages, rows);
     const Table table = lent.table(Follow::HERE);
@@ -126,7 +129,7 @@ nb::tuple compare(nb::handle storages, nb::handle rows, nb::handle base_, int ki
     check_kind(kind, table);
     const size_t width = result_width(kind, table);
     const Lent base(base_, "base");
-    base.expect(UNSIGNED, width, 1).expect_size(table.numel);
+    base.expect(UNSIGNED, argument_width(kind, table), 1).expect_size(table.numel);
     Changes found(width);
     {
         nb::gil_scoped_release released;
@@ -160,7 +163,7 @@ size_t scatter(nb::handle storages, nb::handle rows, nb::handle positions_, nb::
     const Table table = lent.table(Follow::HERE, -1, true);
     const Lent positions(positions_, "positions"), bits(bits_, "bits");
     positions.expect(UNSIGNED, 4, 1);
-    bits.expect(UNSIGNED, result_width(NONE, table), 1).expect_size(positions.length());
+    bits.expect(UNSIGNED, argument_width(NONE, table), 1).expect_size(positions.length());
     nb::gil_scoped_release released;
     check_positions(positions.data<uint32_t>(), positions.length(), table.numel);
     return dcr::scatter(table, positions.data<uint32_t>(), bits.data<void>(), positions.length());

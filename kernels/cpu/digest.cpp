@@ -64,14 +64,18 @@ void digest_positions(const Table& table, const uint64_t* keys, const uint32_t* 
                       uint64_t* sums) {
     const Span<W>& span = level().spans->of<W>();
     uint64_t there[BATCH];
-    for_touched(table, positions, K, [&](const Region& region, size_t from, size_t to) {
+    size_t from = 0;
+    for (const Region& region : table.regions) {
+        if (from == K) return;
+        if (positions[from] >= region.end()) continue;
+        const size_t to = region.upto(positions, from, K);
         Locator locator(region);
-        for (; from < to; from += BATCH) {
-            const size_t n = std::min(BATCH, to - from);
+        for (size_t n; from < to; from += n) {
+            n = std::min(BATCH, to - from);
             locator.locate(positions + from, n, nullptr, there);
             add(region, span.digest_at(bits + from, n, there, key_of(region, keys)), sums);
         }
-    });
+    }
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "cast.hpp"
 
@@ -94,20 +95,61 @@ DCR_INLINE void cast_body(const uint32_t* bits, size_t n, int kind, uint16_t* ou
         for (size_t i = 0; i < n; ++i) out[i] = f16_of(bits[i]);
 }
 
-// Blocks without a change cost a few wide instructions; in the others each element is stored, and the end of the
-// output moves on past those that changed.
+// Appends the lanes of a 64-byte block whose bits are set in `mask`; lane 0 is now[0] and has `number`.
+//
+// The first few are stored whether they are there or not, and the end of the output moves on past those that are:
+// how many of them there are is what no branch predictor can know.
+template <class W>
+DCR_INLINE size_t append_lanes(uint64_t mask, const W* now, uint32_t number, size_t k, uint32_t* positions, W* bits) {
+    constexpr uint64_t LAST = uint64_t(1) << (64 / sizeof(W) - 1);
+    for (int i = 0; i < 2; ++i, mask &= mask - 1) {
+        const int lane = __builtin_ctzll(mask | LAST);
+        positions[k] = number + uint32_t(lane);
+        bits[k] = now[lane];
+        k += mask != 0;
+    }
+    for (; mask; mask &= mask - 1, ++k) {
+        const int lane = __builtin_ctzll(mask);
+        positions[k] = number + uint32_t(lane);
+        bits[k] = now[lane];
+    }
+    return k;
+}
+
+DCR_INLINE uint64_t word_at(const void* at) {
+    uint64_t word;
+    std::memcpy(&word, at, sizeof word);
+    return word;
+}
+
+// Works word by word: first a list of the words that differ, then, for each of them, all its lanes; both lists grow
+// past an entry only if it counts, so nothing but the test of a whole block is left to branch prediction.
 template <class W>
 DCR_INLINE size_t compare_body(const W* now, const W* base, size_t n, uint32_t first, uint32_t* positions, W* bits) {
-    constexpr size_t BLOCK = 64 / sizeof(W);
+    constexpr size_t WORD = 8 / sizeof(W), BLOCK = 8 * WORD, LIST = 64 * BLOCK;  // elements
+    uint64_t differ[LIST / WORD];
+    uint16_t starts[LIST / WORD];
     size_t k = 0, i = 0;
-    for (; i + BLOCK <= n; i += BLOCK) {
-        W differ = 0;
-        for (size_t j = 0; j < BLOCK; ++j) differ |= W(now[i + j] ^ base[i + j]);
-        if (differ == 0) continue;
-        for (size_t j = i; j < i + BLOCK; ++j) {
-            positions[k] = first + uint32_t(j);
-            bits[k] = now[j];
-            k += now[j] != base[j];
+    for (const size_t whole = n - n % BLOCK; i < whole;) {
+        const size_t list = i, end = whole - i < LIST ? whole : i + LIST;
+        size_t words = 0;
+        for (; i < end; i += BLOCK) {
+            W any = 0;
+            for (size_t j = 0; j < BLOCK; ++j) any |= W(now[i + j] ^ base[i + j]);
+            if (any == 0) continue;
+            for (size_t j = i; j < i + BLOCK; j += WORD) {
+                differ[words] = word_at(now + j) ^ word_at(base + j);
+                starts[words] = uint16_t(j - list);
+                words += differ[words] != 0;
+            }
+        }
+        for (size_t word = 0; word < words; ++word) {
+            for (size_t lane = 0; lane < WORD; ++lane) {
+                const size_t element = list + starts[word] + lane;
+                positions[k] = first + uint32_t(element);
+                bits[k] = now[element];
+                k += W(differ[word] >> (8 * sizeof(W) * lane)) != 0;
+            }
         }
     }
     for (; i < n; ++i) {

@@ -1,5 +1,7 @@
 #include "table.hpp"
 
+#include <algorithm>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
@@ -51,22 +53,27 @@ bool merges(const Dim& outer, const Dim& inner) {
 }
 
 Region region_of(const int64_t* row, Follow follow) {
+    Dim dims[MAX_DIMS];
+    int ndim = 0;
+    for (int d = 0; d < row[NDIM]; ++d) {
+        const int64_t* column = row + SIZES + d;
+        if (column[0] == 1) continue;
+        dims[ndim++] = {uint32_t(column[0]), follow == Follow::THERE ? 0 : column[MAX_DIMS],
+                        follow == Follow::HERE ? 0 : uint64_t(column[2 * MAX_DIMS])};
+    }
+    if (follow == Follow::BOTH)
+        std::stable_sort(dims, dims + ndim, [](const Dim& a, const Dim& b) { return std::abs(a.here) > std::abs(b.here); });
+
     Region region{};
     region.here0 = row[HERE];
     region.there0 = uint64_t(row[THERE]);
     region.tensor = row[TENSOR];
-    for (int d = 0; d < row[NDIM]; ++d) {
-        const int64_t* column = row + SIZES + d;
-        Dim dim{uint32_t(column[0]), column[MAX_DIMS], uint64_t(column[2 * MAX_DIMS])};
-        if (dim.n == 1) continue;
-        if (follow == Follow::HERE) dim.there = 0;
-        if (follow == Follow::THERE) dim.here = 0;
-        if (region.ndim && merges(region.dims[region.ndim - 1], dim)) {
-            const uint32_t outer = region.dims[region.ndim - 1].n;
-            region.dims[region.ndim - 1] = {outer * dim.n, dim.here, dim.there};
-        } else {
-            region.dims[region.ndim++] = dim;
-        }
+    for (int d = 0; d < ndim; ++d) {
+        Dim& last = region.dims[std::max(0, region.ndim - 1)];
+        if (region.ndim && merges(last, dims[d]))
+            last = {last.n * dims[d].n, dims[d].here, dims[d].there};
+        else
+            region.dims[region.ndim++] = dims[d];
     }
     if (region.ndim == 0) region.dims[region.ndim++] = {1, 1, 1};
     return region;

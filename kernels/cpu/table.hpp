@@ -45,10 +45,20 @@ struct Region {
     Dim dims[MAX_DIMS];
 
     const Dim& inner() const { return dims[ndim - 1]; }
+    uint64_t end() const { return uint64_t(first) + numel; }
+    // The end of this region's part of ascending positions [from, K).
+    size_t upto(const uint32_t* positions, size_t from, size_t K) const {
+        if (positions[K - 1] < end()) return K;
+        return size_t(std::lower_bound(positions + from, positions + K, end()) - positions);
+    }
 };
 
-// Which sides a kernel is going to follow. Strides of the other side become 0, so that more dims merge.
-enum class Follow { HERE, THERE, BOTH };
+// What a kernel is going to follow. A side that is not followed gets strides of 0, so that more dims merge.
+enum class Follow {
+    HERE,   // the storage, in numbering order
+    THERE,  // canonical coordinates, in numbering order
+    BOTH,   // both, in the storage's order: numbers within a region mean nothing then
+};
 
 struct Table {
     std::vector<Region> regions;  // empty rows are left out
@@ -154,22 +164,6 @@ class Locator {
 
 // Throws std::invalid_argument unless positions [K] ascend strictly and lie below `numel`.
 void check_positions(const uint32_t* positions, size_t K, uint32_t numel);
-
-// Calls f(region, from, to) for each region that holds positions [from, to) of the ascending `positions` [K].
-template <class F>
-void for_touched(const Table& table, const uint32_t* positions, size_t K, F&& f) {
-    size_t from = 0;
-    for (const Region& region : table.regions) {
-        if (from == K) return;
-        const uint64_t end = uint64_t(region.first) + region.numel;
-        if (positions[from] >= end) continue;
-        const size_t to = positions[K - 1] < end
-            ? K
-            : size_t(std::lower_bound(positions + from, positions + K, end) - positions);
-        f(region, from, to);
-        from = to;
-    }
-}
 
 // Calls f with a zero of the unsigned type of `width` bytes (1, 2, 4 or 8).
 template <class F>

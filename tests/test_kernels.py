@@ -1,0 +1,299 @@
+"""The compiled kernels compute what `dcr.reference` computes, bit for bit, at every level that this machine has.
+
+N elements of a table, K of them changed, T tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import TENSORS, injective_tables, positions_in, random_bits, tables
+
+from dcr import _native, kernels, reference
+from dcr.boxes import Box, Dim
+from dcr.views import UNSIGNED, Bits, Lanes, Positions, Table, rows_of
+
+WIDTHS = (1, 2, 4, 8)
+CASTS = (kernels.F32_BF16, kernels.F32_F16)
+KEYS: Lanes = random_bits(1, 2 * TENSORS, 8).reshape(TENSORS, 2)
+SPECIAL_F32 = [0, 1 << 31, 1, 0x7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFC12345]
+
+every_width = pytest.mark.parametrize("width", WIDTHS)
+every_cast = pytest.mark.parametrize("kind", CASTS)
+examples = settings(deadline=None, max_examples=30)
+
+
+@pytest.fixture(params=_native.features()["levels"], autouse=True, scope="module")
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield _native.use_level(request.param)
+    _native.use_level(_native.features()["levels"][-1])
+
+
+def same(found: np.ndarray, expected: np.ndarray) -> None:
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(found, expected)
+
+
+def whole(bits: Bits) -> Table:
+    return Table((bits,), rows_of([(0, 0, Box(0, 0, (Dim(len(bits), 1, 1),)))]))
+
+
+def changed(bits: Bits, positions: Positions) -> Bits:
+    """A copy in which the elements at `positions`, and no others, hold other bits."""
+    other = bits.copy()
+    other[positions] ^= UNSIGNED[bits.itemsize].type(1 << (8 * bits.itemsize - 1))
+    return other
+
+
+def compare_agrees(table: Table, base: Bits, kind: int = kernels.NONE) -> None:
+    for found, expected in zip(kernels.compare(table, base, kind), reference.compare(table, base, kind), strict=True):
+        same(found, expected)
+
+
+def test_the_level_asked_for_is_in_use(level: str) -> None:
+    assert kernels.describe()["level"] == level
+
+
+@every_width
+@examples
+@given(data=st.data())
+def test_read_agrees(width: int, data: st.DataObject) -> None:
+    table = data.draw(tables(width))
+    same(kernels.read(table), reference.read(table))
+
+
+@every_width
+@examples
+@given(data=st.data())
+def test_compare_agrees(width: int, data: st.DataObject) -> None:
+    table = data.draw(tables(width))
+    compare_agrees(table, changed(reference.read(table), data.draw(positions_in(table.numel))))
+
+
+@every_width
+@examples
+@given(data=st.data())
+def test_gather_agrees(width: int, data: st.DataObject) -> None:
+    table = data.draw(tables(width))
+    positions = data.draw(positions_in(table.numel))
+    same(kernels.gather(table, positions), reference.gather(table, positions))
+
+
+@every_width
+@examples
+@given(data=st.data())
+def test_scatter_writes_what_the_reference_writes(width: int, data: st.DataObject) -> None:
+    table = data.draw(injective_tables(width))
+    positions = data.draw(positions_in(table.numel))
+    bits = random_bits(7, len(positions), width)
+    twin = Table(tuple(storage.copy() for storage in table.storages), table.rows)
+    assert kernels.scatter(table, positions, bits) == reference.scatter(twin, positions, bits) == 0
+    for found, expected in zip(table.storages, twin.storages, strict=True):
+        same(found, expected)
+
+
+@every_width
+@examples
+@given(data=st.data())
+def test_digest_agrees(width: int, data: st.DataObject) -> None:
+    table = data.draw(tables(width))
+    same(kernels.digest(table, KEYS), reference.digest(table, KEYS))
+
+
+@every_width
+@examples
+@given(data=st.data())
+def test_digest_at_agrees(width: int, data: st.DataObject) -> None:
+    table = data.draw(tables(width))
+    positions = data.draw(positions_in(table.numel))
+    bits = random_bits(3, len(positions), data.draw(st.sampled_from(WIDTHS)))
+    same(kernels.digest_at(table, KEYS, positions, bits), reference.digest_at(table, KEYS, positions, bits))
+
+
+@every_cast
+@examples
+@given(data=st.data())
+def test_kernels_with_a_cast_agree(kind: int, data: st.DataObject) -> None:
+    table = data.draw(tables(4))
+    for storage in table.storages:
+        storage[::3] = np.resize(np.array(SPECIAL_F32, np.uint32), len(storage[::3]))
+    dense = reference.read(table, kind)
+    same(kernels.read(table, kind), dense)
+    same(kernels.digest(table, KEYS, kind), reference.digest(table, KEYS, kind))
+    compare_agrees(table, changed(dense, data.draw(positions_in(table.numel))), kind)
+
+
+# Layouts larger than the pieces that kernels work in.
+LARGE = {
+    "one run at an odd offset": Box(3, 5, (Dim(150_001, 1, 1),)),
+    "one run backwards": Box(20_000, 0, (Dim(20_001, -1, 1),)),
+    "one element many times": Box(9, 0, (Dim(10_000, 0, 1),)),
+    "long rows": Box(1, 0, (Dim(7, 5003, 5000), Dim(5000, 1, 1))),
+    "short rows": Box(1, 0, (Dim(700, 31, 17), Dim(17, 1, 1))),
+    "transposed": Box(0, 0, (Dim(101, 1, 203), Dim(203, 101, 1))),
+    "transposed, far too long for a slab": Box(2, 0, (Dim(3, 1, 300_000), Dim(300_000, 4, 1))),
+    "batches of transposed": Box(5, 0, (Dim(3, 40_000, 40_000), Dim(50, -1, 700), Dim(700, 57, 1))),
+    "interleaved": Box(0, 0, (Dim(40, 256, 256), Dim(2, 1, 128), Dim(128, 2, 1))),
+}
+
+
+@every_width
+@pytest.mark.parametrize("box", [pytest.param(box, id=name) for name, box in LARGE.items()])
+def test_large_layouts_agree(box: Box, width: int) -> None:
+    box = box._replace(here0=box.here0 - min(0, box.here_bounds[0]))
+    table = Table((random_bits(2, box.here_bounds[1] + 2, width),), rows_of([(0, 2, box)]))
+    dense = reference.read(table)
+    same(kernels.read(table), dense)
+    same(kernels.digest(table, KEYS), reference.digest(table, KEYS))
+    positions = np.flatnonzero(random_bits(4, table.numel, 1) < 8).astype(np.uint32)
+    compare_agrees(table, changed(dense, positions))
+    same(kernels.gather(table, positions), dense[positions])
+    same(
+        kernels.digest_at(table, KEYS, positions, dense[positions]),
+        reference.digest_at(table, KEYS, positions, dense[positions]),
+    )
+
+
+@every_width
+def test_compare_finds_nothing_where_nothing_changed(width: int) -> None:
+    bits = random_bits(5, 70_001, width)
+    positions, values = kernels.compare(whole(bits), bits.copy())
+    assert len(positions) == len(values) == 0
+
+
+@every_width
+def test_compare_finds_everything_where_everything_changed(width: int) -> None:
+    bits = random_bits(6, 70_001, width)
+    positions, values = kernels.compare(whole(bits), ~bits)
+    same(positions, np.arange(70_001, dtype=np.uint32))
+    same(values, bits)
+
+
+@every_width
+@pytest.mark.parametrize("bit", [0, -1])
+def test_compare_finds_a_single_bit_wherever_it_is(width: int, bit: int) -> None:
+    base = random_bits(8, 300, width)
+    for position in range(300):
+        bits = base.copy()
+        bits[position] ^= UNSIGNED[width].type(1 << (bit % (8 * width)))
+        assert kernels.compare(whole(bits), base)[0].tolist() == [position]
+
+
+def test_every_bf16_pattern_equals_itself_and_no_other() -> None:
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    same(kernels.read(whole(patterns)), patterns)
+    assert len(kernels.compare(whole(patterns), patterns.copy())[0]) == 0
+    for shift in (1, 0x80, 0x8000):  # the next value, another NaN payload or exponent, the other sign
+        same(kernels.compare(whole(patterns), patterns ^ np.uint16(shift))[1], patterns)
+
+
+@every_cast
+def test_casts_agree_on_every_upper_half_and_at_every_tie(kind: int) -> None:
+    upper = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+    for lower in (0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xF000, 0xFFFF):
+        bits = upper | np.uint32(lower)
+        same(kernels.read(whole(bits), kind), reference.cast(bits, kind))
+
+
+@every_cast
+@pytest.mark.parametrize(
+    ("bits", "bf16", "f16"),
+    [
+        (0x80000000, 0x8000, 0x8000),  # -0.0
+        (0x00000001, 0x0000, 0x0000),  # the smallest denormal
+        (0x007FFFFF, 0x0080, 0x0000),  # the largest denormal rounds up to a normal bfloat16
+        (0x00010000, 0x0001, 0x0000),  # a denormal stays one
+        (0x33000000, 0x3300, 0x0000),  # 2^-25: a tie, to even
+        (0x33000001, 0x3300, 0x0001),  # just above it
+        (0x387FE000, 0x3880, 0x0400),  # a tie at the edge of the normal halves
+        (0x477FEFFF, 0x4780, 0x7BFF),  # the last that rounds down to the largest half
+        (0x477FF000, 0x4780, 0x7C00),  # 65520: the first that overflows
+        (0x7F7FFFFF, 0x7F80, 0x7C00),  # the largest float32
+        (0xFF800000, 0xFF80, 0xFC00),  # -infinity
+        (0x7F800001, 0x7FC0, 0x7E00),  # a signalling NaN whose payload would be cut off
+        (0xFFFFFFFF, 0x7FC0, 0x7E00),  # a NaN whose rounding would carry out
+    ],
+)
+def test_casts_round_as_stated(kind: int, bits: int, bf16: int, f16: int) -> None:
+    found = kernels.read(whole(np.full(67, bits, np.uint32)), kind)
+    assert set(found.tolist()) == {bf16 if kind == kernels.F32_BF16 else f16}
+
+
+@examples
+@given(data=st.data())
+def test_digest_is_digest_at_over_all_positions(data: st.DataObject) -> None:
+    table = data.draw(tables(data.draw(st.sampled_from(WIDTHS))))
+    everything = np.arange(table.numel, dtype=np.uint32)
+    same(kernels.digest(table, KEYS), kernels.digest_at(table, KEYS, everything, kernels.read(table)))
+
+
+@examples
+@given(data=st.data())
+def test_digest_sums_split_over_rows(data: st.DataObject) -> None:
+    table = data.draw(tables(2))
+    parts = [kernels.digest(Table(table.storages, table.rows[i : i + 1]), KEYS) for i in range(len(table.rows))]
+    same(sum(parts, np.zeros_like(KEYS)), kernels.digest(table, KEYS))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda bits: bits[[1, 0, *range(2, len(bits))]], id="two swapped"),
+        pytest.param(lambda bits: np.roll(bits, 1), id="all shifted by one"),
+        pytest.param(lambda bits: bits ^ (np.arange(len(bits)) == 77).astype(bits.dtype), id="one bit flipped"),
+    ],
+)
+@every_width
+def test_both_digest_lanes_see(change: Callable[[Bits], Bits], width: int) -> None:
+    bits = random_bits(9, 300, width)
+    lanes, others = (kernels.digest(whole(each), KEYS)[0] for each in (bits, np.ascontiguousarray(change(bits))))
+    assert (lanes != others).all()
+
+
+def test_scatter_counts_positions_that_another_one_overwrote() -> None:
+    twice = rows_of([(0, 0, Box(0, 0, (Dim(100, 1, 1),))), (0, 0, Box(50, 0, (Dim(100, 1, 1),)))])
+    table = Table((np.zeros(150, np.uint16),), twice)
+    assert kernels.scatter(table, np.arange(200, dtype=np.uint32), np.arange(200, dtype=np.uint16)) == 50
+
+
+def test_other_threads_run_while_a_kernel_does() -> None:
+    table, started, done = whole(random_bits(1, 1 << 24, 2)), threading.Event(), False
+
+    def work() -> None:
+        nonlocal done
+        started.set()
+        kernels.digest(table, KEYS)
+        done = True
+
+    interval, ran_beside = sys.getswitchinterval(), False
+    sys.setswitchinterval(100)  # from now on a thread runs until it lets go by itself
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        started.wait()
+        ran_beside = not done
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert ran_beside
+
+
+def test_compare_allocates_nothing_of_the_size_of_the_table() -> None:
+    bits = random_bits(1, 1 << 25, 1)
+    table, base = whole(bits), bits.copy()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of this process's memory
+    before = _peak_kib()
+    kernels.compare(table, base)
+    assert _peak_kib() - before < 4096
+
+
+def _peak_kib() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
