@@ -1,6 +1,6 @@
 """Codecs: a change of one frame to bytes and back. Pure; every size is checked before it is allocated.
 
-Layout of a body (all integers little-endian):
+Layout of a body (all integers little-endian, as on every machine that dcr runs on):
 
     format   1 byte   one of RAW_SPARSE, RAW_DENSE, GAPS_SPARSE, PLANES_DENSE
     streams  each:    encoding 1 byte (0 stored, 1 zstd), raw size 4 bytes, encoded size 4 bytes, the bytes
@@ -50,7 +50,7 @@ class Raw:
         del numel
         if change.positions is None:
             return _join(RAW_DENSE, [_stored(change.values)])
-        return _join(RAW_SPARSE, [_stored(change.positions.astype("<u4", copy=False)), _stored(change.values)])
+        return _join(RAW_SPARSE, [_stored(change.positions), _stored(change.values)])
 
     def decode(self, body: bytes, *, operation: Operation, changed: int, numel: int, width: int) -> Change:
         """See `decode`."""
@@ -105,17 +105,15 @@ def decode(body: bytes, *, operation: Operation, changed: int, numel: int, width
         raise PayloadError("an empty body")
     if changed > numel:
         raise PayloadError(f"{changed} changes in a frame of {numel} elements")
-    dtype = UNSIGNED[width].newbyteorder("<")
+    dtype = UNSIGNED[width]
     match body[0]:
         case 0:
             raw_positions, raw_values = _split(body, [4 * changed, width * changed])
-            positions = np.frombuffer(raw_positions, "<u4").astype(np.uint32, copy=False)
-            values = np.frombuffer(raw_values, dtype).astype(UNSIGNED[width], copy=False)
+            positions = np.frombuffer(raw_positions, np.uint32)
+            values = np.frombuffer(raw_values, dtype)
         case 1:
             (raw_values,) = _split(body, [width * numel])
-            return _dense(
-                operation, changed, numel, np.frombuffer(raw_values, dtype).astype(UNSIGNED[width], copy=False)
-            )
+            return _dense(operation, changed, numel, np.frombuffer(raw_values, dtype))
         case 2:
             raw_gaps, raw_symbols, raw_exceptions = _split(
                 body, [changed + numel // ESCAPE + 1, changed, width * changed]
@@ -128,9 +126,7 @@ def decode(body: bytes, *, operation: Operation, changed: int, numel: int, width
             planes = [np.frombuffer(plane, np.uint8) for plane in _split(body, [numel] * width)]
             if any(len(plane) != numel for plane in planes):
                 raise PayloadError(f"a byte plane has not {numel} bytes")
-            return _dense(
-                operation, changed, numel, np.stack(planes, axis=1).reshape(-1).view(dtype).astype(UNSIGNED[width])
-            )
+            return _dense(operation, changed, numel, np.stack(planes, axis=1).reshape(-1).view(dtype))
         case other:
             raise PayloadError(f"unknown body format {other}; this reader knows 0 to 3")
     if len(positions) != changed or len(values) != changed:
@@ -188,7 +184,7 @@ def values_of(symbols: NDArray[np.uint8], exceptions: NDArray[np.uint8], width: 
     unsigned = UNSIGNED[width]
     zigzag = symbols.astype(unsigned) + unsigned.type(1)
     values: Bits = (zigzag >> unsigned.type(1)) ^ (np.zeros_like(zigzag) - (zigzag & unsigned.type(1)))
-    values[escaped] = exceptions.view(unsigned.newbyteorder("<"))
+    values[escaped] = exceptions.view(unsigned)
     return values
 
 
@@ -204,12 +200,12 @@ def _dense(operation: Operation, changed: int, numel: int, values: Bits) -> Chan
 
 
 def _planes(values: Bits) -> list[NDArray[np.uint8]]:
-    octets = values.astype(values.dtype.newbyteorder("<"), copy=False).view(np.uint8).reshape(len(values), -1)
+    octets = values.view(np.uint8).reshape(len(values), -1)
     return [np.ascontiguousarray(octets[:, plane]) for plane in range(octets.shape[1])]
 
 
 def _stored(raw: NDArray[Any]) -> bytes:
-    return _STREAM.pack(STORED, raw.nbytes, raw.nbytes) + raw.astype(raw.dtype.newbyteorder("<"), copy=False).tobytes()
+    return _STREAM.pack(STORED, raw.nbytes, raw.nbytes) + raw.tobytes()
 
 
 def _join(kind: int, streams: Sequence[bytes]) -> bytes:
