@@ -83,9 +83,9 @@ def test_audit_refuses_a_short_file(tmp_path: Path) -> None:
 
 def test_a_dump_of_masters_equals_a_dump_of_the_serving_copy_until_a_bit_flips(tmp_path: Path) -> None:
     masters = policy.Policy(TINY)
-    serving = policy.Policy(TINY).to(torch.bfloat16)
+    serving = policy.to_serving(policy.Policy(TINY))
     serving.load_state_dict(masters.state_dict())
-    bits.dump(tmp_path / "trainer", masters, member="trainer", version=1, dtype=torch.bfloat16)
+    bits.dump(tmp_path / "trainer", masters, member="trainer", version=1)
     bits.dump(tmp_path / "equal", serving, member="equal", version=1)
     bits.flip(serving, seed=0)
     bits.dump(tmp_path / "flipped", serving, member="flipped", version=1)
@@ -98,7 +98,7 @@ def test_a_dump_of_masters_equals_a_dump_of_the_serving_copy_until_a_bit_flips(t
 
 def test_generation_with_a_cache_draws_from_the_distribution_of_a_whole_forward() -> None:
     torch.manual_seed(0)
-    serving = policy.Policy(TINY).to(torch.bfloat16).requires_grad_(False)
+    serving = policy.to_serving(policy.Policy(TINY))
     group = policy.Decoding(serving, torch.Generator().manual_seed(1))
     while not group.done:
         group.step()
@@ -153,9 +153,18 @@ def test_overlap_counts_only_what_lies_in_the_window() -> None:
 
 def committed(version: int, shipping: events.Span, computing: tuple[events.Span, ...] = ()) -> events.Committed:
     return events.Committed(
-        version, 0.01, 10, 100, 2000, {"construct": events.StageTime(0.1, 0, 0, 1)}, "construct", 1.0, (), shipping,
-        0.1, computing,
-    )  # fmt: skip
+        version=version,
+        density=0.01,
+        changed=10,
+        wire_bytes=100,
+        dense_bytes=2000,
+        sent_again_bytes=0,
+        stages={"construct": events.StageTime(0.1, 0.0, 0.0, 1)},
+        bottleneck="construct",
+        captured_s=0.1,
+        shipping=shipping,
+        computing=computing,
+    )
 
 
 def test_a_row_is_complete_once_every_process_has_spoken_and_its_shares_follow_from_the_spans() -> None:
@@ -221,7 +230,8 @@ def test_a_bit_flipped_in_live_weights_is_named(capfd: pytest.CaptureFixture[str
 def test_a_bit_flipped_on_the_wire_is_refused_and_sent_again(capfd: pytest.CaptureFixture[str]) -> None:
     assert demo.run(refits=2, size="tiny", inject_fault="wire") == 0
     shown = capfd.readouterr().out
-    assert re.search(r"^rollout-1 refused: .*(frame|chunk) ?\d+", shown, flags=re.M)
+    assert re.search(r"^rollout-1 refused: version 2, frame \d+: PayloadError: ", shown, flags=re.M)
+    assert re.search(r"^trainer sent \S+ \S+ of version 2 again$", shown, flags=re.M)
     assert "rollout-1, version 3: all " in shown
 
 
