@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dcr.errors import PluginError
-from dcr.plugins import GROUPS, installed, load
+from dcr.plugins import GROUPS, installed, load, transport_for
 
 Distribute = Callable[..., None]
 
@@ -122,6 +122,17 @@ def test_a_missing_module_that_no_extra_brings_is_named(distribute: Distribute) 
 def test_an_unknown_group_lists_the_groups() -> None:
     with pytest.raises(PluginError, match=r"no plugin group 'dcr\.kernels'.*dcr\.transports, dcr\.loaders"):
         load("dcr.kernels", "cpu")
+
+
+def test_the_scheme_of_a_url_names_its_transport(distribute: Distribute) -> None:
+    distribute("fake-scheme", "[dcr.transports]\nballoon = balloon_post:transport\n", balloon_post="transport = 'up'")
+    assert transport_for("balloon://anywhere/run-1") == "up"
+
+
+@pytest.mark.parametrize("url", ["/just/a/path", "", "run-17"])
+def test_a_url_without_a_scheme_is_refused_with_an_example(url: str) -> None:
+    with pytest.raises(PluginError, match="such as local:///path/to/run"):
+        transport_for(url)
 
 
 @pytest.mark.parametrize("group", GROUPS)
