@@ -107,7 +107,7 @@ def test_a_missing_module_names_the_extra_that_brings_it(distribute: Distribute)
         "fake-cloud",
         "[dcr.transports]\ncloud = cloud_module:transport\n",
         requires="Requires-Dist: Absent_Client>=2; extra == 'cloud'\nProvides-Extra: cloud\n",
-        cloud_module="import absent_client.session",
+        cloud_module="import absent_client.api",
     )
     with pytest.raises(PluginError, match=r"with its extra: 'fake-cloud\[cloud\]'"):
         load("dcr.transports", "cloud")
