@@ -2,6 +2,7 @@
 
 import io
 import re
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -199,7 +200,7 @@ def test_a_child_that_fails_is_named_with_the_end_of_its_stderr(tmp_path: Path) 
     broken = RolloutOrder("nowhere://x", str(tmp_path), "no such size", 0, "rollout-0", 1, None)
     child = processes.Child("rollout-0", "dcr.cli.demo.rollout", broken)
     with pytest.raises(processes.ChildError, match=r"rollout-0 ended with status 1[\s\S]*KeyError: 'no such size'"):
-        anyio.run(processes.conduct, [child], tmp_path, lambda event: None)
+        anyio.run(partial(processes.conduct, deadline_s=60.0), [child], tmp_path, lambda event: None)
 
 
 def test_a_line_that_is_no_event_is_refused() -> None:

@@ -13,6 +13,7 @@ reaches them as a refit while they generate. No network, no download. The map of
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -55,9 +56,10 @@ def run(
         start, tally = time.monotonic(), Tally(MEMBERS)
         with tempfile.TemporaryDirectory(prefix="dcr-demo-") as folder:
             children = order(Path(folder), refits=refits, fault=inject_fault, seed=seed, size=size)
+            conduct = partial(processes.conduct, deadline_s=deadline_s)
             try:
-                anyio.run(_conduct, children, Path(folder), listener(tally, shown), deadline_s)
-            except (processes.ChildError, TimeoutError) as failure:
+                anyio.run(conduct, children, Path(folder), listener(tally, shown))
+            except processes.ChildError as failure:
                 shown.settle()
                 shown.say(f"failed in phase: {tally.phase}\n{failure}")
                 return FAILED
@@ -100,16 +102,6 @@ def listener(tally: Tally, shown: screen.Screen) -> Callable[[events.Event], Non
         shown.phase(tally.phase)
 
     return hear
-
-
-async def _conduct(
-    children: list[processes.Child], folder: Path, hear: Callable[[events.Event], None], deadline_s: float
-) -> None:
-    with anyio.move_on_after(deadline_s) as scope:
-        await processes.conduct(children, folder, hear)
-    if scope.cancelled_caught:
-        tails = "\n".join(f"  {child.member}:\n{processes.tail(folder, child)}" for child in children)
-        raise TimeoutError(f"no end after {deadline_s:.0f} s; the end of each process's stderr:\n{tails}")
 
 
 def summarise(tally: Tally, shown: screen.Screen) -> None:

@@ -5,7 +5,9 @@ machine share, so spans that were measured in different processes may be interse
 """
 
 import contextlib
+import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -127,15 +129,19 @@ class Emitter:
             self._out.flush()
 
 
-def leave_with_parent() -> None:
-    """End this process when the parent does: its standard input is a pipe that only the parent holds open."""
+def obey_parent() -> None:
+    """End this process when the parent does, whose pipe its standard input is; say what it is doing when asked to.
+
+    SIGUSR1 asks: the stack of every thread goes to stderr.
+    """
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
     def watch() -> None:
         while os.read(0, 4096):
             pass
         os._exit(3)
 
-    threading.Thread(target=watch, name="leave-with-parent", daemon=True).start()
+    threading.Thread(target=watch, name="obey-parent", daemon=True).start()
 
 
 class SpanLog:

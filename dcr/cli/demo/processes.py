@@ -5,6 +5,7 @@ A child that fails, or a run that passes its deadline, ends all of them; the rea
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +19,8 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from dcr.cli.demo import events
 
 LONGEST_EVENT_BYTES = 1 << 24
-TAIL_LINES = 15
+TAIL_LINES = 40
+STACKS_S = 0.5  # for a child to write down what it is doing
 
 
 class ChildError(Exception):
@@ -33,45 +35,65 @@ class Child(msgspec.Struct, frozen=True):
     arguments: msgspec.Struct
 
 
-async def conduct(children: list[Child], folder: Path, hear: Callable[[events.Event], None]) -> None:
+async def conduct(
+    children: list[Child], folder: Path, hear: Callable[[events.Event], None], *, deadline_s: float
+) -> None:
     """Run all children to their end; `hear` gets each event as it comes.
 
     Raises:
-        ChildError: a child ended with an error or said something that is not an event.
+        ChildError: a child ended with an error, said something that is not an event, or still ran at the deadline.
     """
     failures: list[ChildError] = []
+    running: dict[str, anyio.abc.Process] = {}
+    late: list[Child] = []
 
     async def follow(child: Child) -> None:
         try:
-            await _follow(child, folder, hear)
+            async with _started(child, folder) as process:
+                running[child.member] = process
+                await _listen(child, process, hear)
+                status = await process.wait()
+                del running[child.member]
+            if status != 0 and not late:
+                raise ChildError(f"{child.member} ended with status {status}; it said last:\n{tail(folder, child)}")
         except ChildError as failure:
             failures.append(failure)
             group.cancel_scope.cancel()
 
+    async def expire() -> None:
+        await anyio.sleep(deadline_s)
+        late.extend(child for child in children if child.member in running)
+        for process in running.values():
+            process.send_signal(signal.SIGUSR1)  # ends a child that has not come as far as to answer it
+        await anyio.sleep(STACKS_S)
+        said = "\n".join(f"{child.member}:\n{tail(folder, child)}" for child in late)
+        failures.append(ChildError(f"no end after {deadline_s:g} s; what runs, and what it said last:\n{said}"))
+        group.cancel_scope.cancel()
+
     async with anyio.create_task_group() as group:
-        for child in children:
-            group.start_soon(follow, child)
+        group.start_soon(expire)
+        async with anyio.create_task_group() as followers:
+            for child in children:
+                followers.start_soon(follow, child)
+        group.cancel_scope.cancel()
     if failures:
         raise failures[0]
 
 
-async def _follow(child: Child, folder: Path, hear: Callable[[events.Event], None]) -> None:
-    async with _started(child, folder) as process:
-        if process.stdout is None:
-            raise ChildError(f"{child.member} has no standard output")
-        lines = BufferedByteReceiveStream(process.stdout)
-        while True:
-            try:
-                line = await lines.receive_until(b"\n", LONGEST_EVENT_BYTES)
-            except anyio.IncompleteRead:
-                break
-            try:
-                hear(events.decode(line))
-            except msgspec.DecodeError as error:
-                raise ChildError(f"{child.member} said {line[:200]!r}, which is not an event: {error}") from error
-        status = await process.wait()
-    if status != 0:
-        raise ChildError(f"{child.member} ended with status {status}; the end of its stderr:\n{tail(folder, child)}")
+async def _listen(child: Child, process: anyio.abc.Process, hear: Callable[[events.Event], None]) -> None:
+    """Hear events until the child says no more."""
+    if process.stdout is None:
+        raise ChildError(f"{child.member} has no standard output")
+    lines = BufferedByteReceiveStream(process.stdout)
+    while True:
+        try:
+            line = await lines.receive_until(b"\n", LONGEST_EVENT_BYTES)
+        except anyio.IncompleteRead:
+            return
+        try:
+            hear(events.decode(line))
+        except msgspec.DecodeError as error:
+            raise ChildError(f"{child.member} said {line[:200]!r}, which is not an event: {error}") from error
 
 
 @contextlib.asynccontextmanager

@@ -102,7 +102,7 @@ async def install(version: dcr.Version, engine: Engine, member: str, emit: event
 def main() -> None:
     """Entry point of the process."""
     order, emit = rollout_order(), events.Emitter()
-    events.leave_with_parent()
+    events.obey_parent()
     torch.set_num_threads(1)
     anyio.run(serve, order, emit)
 

@@ -65,7 +65,9 @@ class Tally:
             case Stepped():
                 self.steps.append(event)
                 self._computing += event.computing
+                self.phase = f"version {event.version}: on its way"
             case Committed():
+                self.phase = f"version {event.version}: being installed"
                 self._committed[event.version] = event
                 self._computing += event.computing
                 return self._complete(event.version)
@@ -87,7 +89,7 @@ class Tally:
         committed, installed = self._committed.get(version), self._installed.get(version, {})
         if committed is None or set(installed) != set(self.members):
             return None
-        self.phase = f"version {version + 1}"
+        self.phase = f"version {version + 1}: training step"
         row = Row(
             version=version,
             committed=committed,

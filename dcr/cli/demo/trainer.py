@@ -134,7 +134,7 @@ def describe(report: dcr.Report, shipping: events.Span, computing: tuple[events.
 def main() -> None:
     """Entry point of the process."""
     order, emit = trainer_order(), events.Emitter()
-    events.leave_with_parent()
+    events.obey_parent()
     torch.set_num_threads(1)
     anyio.run(train, order, emit)
 
