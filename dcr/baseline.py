@@ -54,9 +54,9 @@ class Baseline:
             raise StateError(f"frame {patch.frame.index} was captured twice in one version")
         self._overlay[patch.frame.index] = patch
 
-    def held(self, frame: int) -> Patch:
-        """The overlay's patch of a frame, to send it again."""
-        return self._overlay[frame]
+    def held(self, frame: int) -> Patch | None:
+        """The overlay's patch of a frame, to send it again; None if the version in flight does not touch it."""
+        return self._overlay.get(frame)
 
     def patches(self) -> Iterator[Patch]:
         """The overlay, in frame order."""

@@ -134,10 +134,10 @@ class Votes:
             self.refused[member] = reason
 
     def leave(self, member: MemberRef) -> None:
-        """A member has gone on purpose: it is not asked any more."""
-        self.electorate -= {member}
-        self.prepared.discard(member)
-        self.refused.pop(member, None)
+        """A member has gone on purpose: it is not asked any more. A refusal stands."""
+        if member not in self.refused:
+            self.electorate -= {member}
+            self.prepared.discard(member)
 
     @property
     def needed(self) -> int:

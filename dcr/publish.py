@@ -232,7 +232,7 @@ class Publisher:
         began_s = time.monotonic()
         head, base = self._headship.head, self._baseline.identity
         identity = Identity(head.run, head.term, refit.version, 1)
-        votes = self._roster.open(identity, base, self._quorum)
+        votes = self._roster.open(identity, base, self._quorum, refit)
         compress = Compress(identity, self._codec, self._operation, self._budget, workers=self._workers)
         try:
             refs, stages, captured_s, wire_bytes = await self._send(refit, votes, base, compress)
@@ -247,7 +247,7 @@ class Publisher:
             raise
         changed = sum(patch.changed for patch in self._baseline.patches())
         await self._commit(votes)
-        awaited = self._roster.committed(votes, refit)
+        awaited = self._roster.committed(votes)
         self._roster.close()
         report = Report(
             identity=identity,
@@ -358,7 +358,11 @@ class Publisher:
         """The same bits as before, from the overlay."""
         sent = 0
         for frame in again:
-            chunk, body = await anyio.to_thread.run_sync(compress.encode, self._baseline.held(frame))
+            patch = self._baseline.held(frame)
+            if patch is None:
+                self._emit("ignored", self._last_version, frame=frame, detail="asked for again, and never sent")
+                continue
+            chunk, body = await anyio.to_thread.run_sync(compress.encode, patch)
             await self._link.send(Message(chunk, body))
             sent += len(body)
             self._emit("sent_again", chunk.identity.version, frame=frame)

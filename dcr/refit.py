@@ -101,9 +101,10 @@ class Refit:
 
     def finish(self, report: Report, awaited: Set[MemberRef]) -> None:
         """For the publisher: the head names it; these members are still to install it."""
-        self._report, self._awaited = report, set(awaited)
+        self._report, self._awaited = report, set(awaited - self._late.keys())
         self._ended.set()
-        self._settle()
+        if not self._awaited:
+            self._installed.set()
 
     def fail(self, error: Exception) -> None:
         """For the publisher: it was given up."""
@@ -112,14 +113,10 @@ class Refit:
             event.set()
 
     def answer(self, member: MemberRef, said: str) -> None:
-        """For the publisher: a member installed it, failed to, or left."""
-        if member in self._awaited:
-            self._awaited.discard(member)
-            self._late[member] = said
-            self._settle()
-
-    def _settle(self) -> None:
-        if not self._awaited:
+        """For the publisher: a member installed it, failed to, or left; it may be faster than `finish`."""
+        self._late[member] = said
+        self._awaited.discard(member)
+        if self._ended.is_set() and not self._awaited:
             self._installed.set()
 
     def _raise_error(self) -> None:

@@ -50,9 +50,10 @@ class Roster:
         """Who votes on an attempt from this base: the members that hold it; for an anchor, all of them."""
         return frozenset(ref for ref, holds in self.holds.items() if base is None or holds == base)
 
-    def open(self, identity: Identity, base: Identity | None, quorum: int | Literal["all"]) -> Votes:
-        """A new attempt: its votes, counted from here on."""
+    def open(self, identity: Identity, base: Identity | None, quorum: int | Literal["all"], refit: Refit) -> Votes:
+        """A new attempt: its votes, counted from here on, and who is told of installations."""
         self._again.clear()
+        self._refit = refit
         self._votes = Votes(identity, b"", self.electorate(base), quorum)
         return self._votes
 
@@ -60,9 +61,8 @@ class Roster:
         """The attempt has ended."""
         self._votes = None
 
-    def committed(self, votes: Votes, refit: Refit) -> frozenset[MemberRef]:
-        """An attempt is the version now: the members that will install it, whose answers go to the refit."""
-        self._refit = refit
+    def committed(self, votes: Votes) -> frozenset[MemberRef]:
+        """An attempt is the version now: the members that will install it, or have done so already."""
         present = frozenset(votes.prepared & self.holds.keys())
         self.holds |= dict.fromkeys(present, votes.identity)
         return present

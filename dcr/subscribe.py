@@ -375,9 +375,11 @@ class Subscriber:
         """Offer a version until it is installed, or its installation has poisoned this member."""
         try:
             await self._offer_to.send(version)
-            while not version.installed and self._state is not Member.POISONED:
+            while not version.installed:
                 await version.wanted()
                 version.answer(await install())
+                if self._state is Member.POISONED:
+                    break
         finally:
             version.close()
 

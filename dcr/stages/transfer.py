@@ -126,6 +126,8 @@ class Fetch:
     async def _chunk(self, chunk: Chunk, body: bytes, lease: Lease) -> Parcel | None:
         if chunk.identity != self._receipt.identity and chunk.identity.run == self._receipt.identity.run:
             return None  # left over from an attempt that was given up
+        if not 0 <= chunk.frame < self._frames:
+            raise PayloadError(f"{chunk.identity}: frame {chunk.frame} is not in its layout of {self._frames} frames")
         try:
             await anyio.to_thread.run_sync(wire.check_chunk, chunk, body)
         except PayloadError as error:
@@ -134,8 +136,6 @@ class Fetch:
             self._retries -= 1
             await self._again(chunk, error)
             return None
-        if not 0 <= chunk.frame < self._frames:
-            raise PayloadError(f"{chunk.identity}: frame {chunk.frame} is not in its layout of {self._frames} frames")
         if not self._receipt.chunk(chunk):
             return None
         self.received_bytes += len(body)

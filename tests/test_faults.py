@@ -1,0 +1,503 @@
+"""What is wrong with an attempt is refused by name before a live byte changes: the weights are write-protected here."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+import torch
+from refits import FAST, Rollout, Weights, empty_like, publish, require_equal, running, set_bits, state
+
+import dcr
+from dcr.errors import Fenced, IncompleteError, Poisoned, ReadBackError, StateError, VoteError
+from dcr.testing import FaultyTransport, flip_bit, flip_one_chunk
+from dcr.wire import Ack, Chunk, Header, Identity, Message, Open, Seal
+
+ELEMS = 1 << 16  # of bf16: 32 pages
+Fault = Callable[[Message], Iterable[Message]]
+
+
+class Protected:
+    """A receiver's module whose weights lie in pages of their own; while locked, a write to them kills the process."""
+
+    def __init__(self, trainer: Weights) -> None:
+        self._map = mmap.mmap(-1, 2 * ELEMS)
+        weights = torch.frombuffer(self._map, dtype=torch.bfloat16)
+        weights.copy_(trainer.w)
+        self.module = Weights({"w": weights})
+
+    def lock(self) -> None:
+        self._protect(mmap.PROT_READ)
+
+    def unlock(self) -> None:
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def _protect(self, how: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = ctypes.c_void_p(self.module.w.data_ptr())
+        assert libc.mprotect(address, ctypes.c_size_t(2 * ELEMS), how) == 0
+
+
+@pytest.fixture
+def trainer() -> Weights:
+    rng = np.random.default_rng(11)
+    module = Weights({"w": torch.zeros(ELEMS, dtype=torch.bfloat16)})
+    set_bits(module.w, np.arange(ELEMS), rng.integers(0, 1 << 16, ELEMS, np.uint16, endpoint=False))
+    return module
+
+
+@pytest.fixture
+def protected(trainer: Weights) -> Iterator[Protected]:
+    receiver = Protected(trainer)
+    yield receiver
+    receiver.unlock()
+
+
+def touch(trainer: Weights, version: int) -> None:
+    """Change elements all over the tensor; some of them again and again."""
+    index = np.arange(version, ELEMS, 997)
+    set_bits(trainer.w, index, state(trainer)["w"][index] + np.uint16(version))
+
+
+def edited(header: type, version: int, **changes: Any) -> Fault:
+    """A fault that replaces fields of every header of a type, of one version."""
+
+    def fault(message: Message) -> Iterable[Message]:
+        old: Header = message.header
+        if not isinstance(old, header) or old.identity.version != version:
+            return (message,)
+        body = changes.get("body", lambda body: body)(message.body)
+        fields = {name: change(getattr(old, name)) for name, change in changes.items() if name != "body"}
+        return (Message(msgspec.structs.replace(old, **fields), body),)
+
+    return fault
+
+
+def closed_at(header: type, version: int) -> Fault:
+    """A fault that closes the link when a header of a type, of one version, is due."""
+
+    def fault(message: Message) -> Iterable[Message]:
+        if isinstance(message.header, header) and message.header.identity.version == version:
+            raise IncompleteError("the link closed")
+        return (message,)
+
+    return fault
+
+
+def swapped_bodies(version: int) -> Fault:
+    """A fault that gives each chunk the body of the one before it."""
+    kept: list[Message] = []
+
+    def fault(message: Message) -> Iterable[Message]:
+        if not isinstance(message.header, Chunk) or message.header.identity.version != version:
+            return (message,)
+        kept.append(message)
+        return (Message(message.header, kept[-2].body if len(kept) > 1 else message.body),)
+
+    return fault
+
+
+def other_run(identity: Identity) -> Identity:
+    return msgspec.structs.replace(identity, run="another")
+
+
+def next_version(identity: Identity) -> Identity:
+    return msgspec.structs.replace(identity, version=identity.version + 1)
+
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "closed before the seal": (closed_at(Seal, 2), "IncompleteError"),
+    "closed before a chunk": (closed_at(Chunk, 2), "IncompleteError"),
+    "another base version": (edited(Open, 2, base=next_version), "BaseMismatch"),
+    "another base digest": (edited(Seal, 2, body=lambda body: flip_bit(body, 3)), "PayloadError"),
+    "another target digest": (edited(Seal, 2, body=lambda body: flip_bit(body, 8 * 16 + 3)), "PayloadError"),
+    "another sum of old bits": (edited(Seal, 2, body=lambda body: flip_bit(body, 8 * 32 + 3)), "BaseMismatch"),
+    "truncated": (edited(Chunk, 2, body=lambda body: body[:-1]), "PayloadError"),
+    "flipped": (edited(Chunk, 2, body=lambda body: flip_bit(body, 77)), "PayloadError"),
+    "another frame": (edited(Chunk, 2, frame=lambda frame: frame + 1), "PayloadError"),
+    "another operation": (edited(Chunk, 2, operation=lambda operation: 0), "PayloadError"),
+    "bodies swapped": (swapped_bodies(2), "PayloadError"),
+    "a chunk left out of the seal": (edited(Seal, 2, chunks=lambda refs: refs[1:]), "PayloadError"),
+    "a chunk that never comes": (edited(Seal, 2, chunks=lambda refs: (*refs, refs[0])), "PayloadError"),
+    "a layout of its own": (edited(Open, 2, layout=lambda digest: bytes(32)), "PayloadError"),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+async def test_a_faulty_attempt_is_refused_by_name_before_a_weight_changes(
+    tmp_path: Path, trainer: Weights, protected: Protected, what: str
+) -> None:
+    fault, name = FAULTS[what]
+    rollout = Rollout(protected.module)
+    faulty = FaultyTransport(FAST, on_receive=fault)
+    async with (
+        running(tmp_path, [rollout], transport=faulty) as url,
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST, frame_elems=ELEMS // 4) as publisher,
+    ):
+        await publisher.joined(1)
+        await publish(publisher, 1)
+        await rollout.reached(1)
+        before = state(protected.module)
+        touch(trainer, 2)
+        protected.lock()
+        with pytest.raises(VoteError, match=name):
+            await publish(publisher, 2)
+        protected.unlock()
+        require_equal(protected.module, before)
+        touch(trainer, 3)
+        if "closed" not in what:  # a closed link ends the subscriber
+            await publish(publisher, 3)
+            await rollout.reached(3)
+            require_equal(protected.module, state(trainer))
+
+
+async def test_an_attempt_of_another_run_is_not_even_answered(
+    tmp_path: Path, trainer: Weights, protected: Protected
+) -> None:
+    rollout = Rollout(protected.module)
+    faulty = FaultyTransport(FAST, on_receive=edited(Open, 2, identity=other_run))
+    async with (
+        running(tmp_path, [rollout], transport=faulty) as url,
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST, vote_timeout_s=0.3) as publisher,
+    ):
+        await publisher.joined(1)
+        await publish(publisher, 1)
+        await rollout.reached(1)
+        touch(trainer, 2)
+        protected.lock()
+        with pytest.raises(VoteError, match="no vote"):
+            await publish(publisher, 2)
+        protected.unlock()
+    assert any("RunMismatch" in (event.detail or "") for event in rollout.events)
+
+
+async def test_tampered_memory_is_noticed_before_the_first_write_and_healed_by_a_seed(
+    tmp_path: Path, trainer: Weights, protected: Protected
+) -> None:
+    rollout = Rollout(protected.module)
+    async with (
+        running(tmp_path, [rollout]) as url,
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
+    ):
+        await publisher.joined(1)
+        await publish(publisher, 1)
+        await rollout.reached(1)
+        set_bits(protected.module.w, np.array([2]), np.array([0x1234], np.uint16))  # version 2 changes it
+        touch(trainer, 2)
+        with pytest.raises(VoteError, match="BaseMismatch"):
+            await publish(publisher, 2)
+        await rollout.reached(1)
+        touch(trainer, 3)
+        await publish(publisher, 3)
+        await rollout.reached(3)
+        require_equal(protected.module, state(trainer))
+    assert "lost_trust" in rollout.names()
+    assert "seed" in rollout.kinds.values()
+
+
+@pytest.mark.parametrize("disorder", ["reversed", "doubled"])
+async def test_order_and_repetition_of_chunks_do_not_matter(
+    tmp_path: Path, trainer: Weights, protected: Protected, disorder: str
+) -> None:
+    kept: list[Message] = []
+
+    def fault(message: Message) -> Iterable[Message]:
+        if isinstance(message.header, Chunk) and disorder == "doubled":
+            return (message, message)
+        if isinstance(message.header, Chunk):
+            kept.append(message)
+            return ()
+        if isinstance(message.header, Seal):
+            late, kept[:] = kept[::-1], []
+            return (message, *late)
+        return (message,)
+
+    rollout = Rollout(protected.module)
+    async with (
+        running(tmp_path, [rollout], transport=FaultyTransport(FAST, on_receive=fault)) as url,
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST, frame_elems=ELEMS // 4) as publisher,
+    ):
+        await publisher.joined(1)
+        for version in (1, 2, 3):
+            touch(trainer, version)
+            await publish(publisher, version)
+            await rollout.reached(version)
+            require_equal(protected.module, state(trainer))
+
+
+async def test_a_flipped_chunk_is_named_asked_for_again_and_then_right(
+    tmp_path: Path, trainer: Weights, protected: Protected
+) -> None:
+    rollout = Rollout(protected.module)
+    seen: list[dcr.Event] = []
+    async with (
+        running(tmp_path, [rollout], transport=FaultyTransport(FAST, on_receive=flip_one_chunk(2))) as url,
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST, observe=seen.append) as publisher,
+    ):
+        await publisher.joined(1)
+        await publish(publisher, 1)
+        await rollout.reached(1)
+        touch(trainer, 2)
+        report = await publish(publisher, 2)
+        await rollout.reached(2)
+        require_equal(protected.module, state(trainer))
+    assert report.sent_again > 0
+    refused = [event for event in rollout.events if event.name == "refused"]
+    assert [event.frame for event in refused] == [0]
+    assert "PayloadError" in str(refused[0].detail)
+    assert "sent_again" in [event.name for event in seen]
+
+
+async def test_a_sealed_version_that_is_not_committed_is_never_installed(
+    tmp_path: Path, trainer: Weights, protected: Protected
+) -> None:
+    good, silent = Rollout(protected.module, "good"), Rollout(empty_like(trainer, torch.clone), "silent")
+    mute = FaultyTransport(FAST, on_send=lambda message: () if isinstance(message.header, Ack) else (message,))
+    url = f"local://{tmp_path}"
+    async with (
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST, vote_timeout_s=0.5) as publisher,
+        anyio.create_task_group() as group,
+    ):
+        await publish(publisher, 1)
+        group.start_soon(good.run, url)
+        group.start_soon(lambda: silent.run(url, transport=mute))
+        await publisher.joined(2)
+        touch(trainer, 2)
+        protected.lock()
+        with pytest.raises(VoteError, match="silent: no vote"):
+            await publish(publisher, 2)
+        assert "prepared" in good.names()
+        assert 2 not in good.kinds
+        protected.unlock()
+        touch(trainer, 3)
+        await publish(publisher, 3)  # the silent member is not asked any more
+        await good.reached(3)
+        require_equal(protected.module, state(trainer))
+        group.cancel_scope.cancel()
+
+
+async def test_a_quorum_commits_without_the_members_that_do_not_answer(tmp_path: Path, trainer: Weights) -> None:
+    good, silent = (Rollout(empty_like(trainer, torch.clone), name) for name in ("good", "silent"))
+    mute = FaultyTransport(FAST, on_send=lambda message: () if isinstance(message.header, Ack) else (message,))
+    url = f"local://{tmp_path}"
+    async with (
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST, vote_timeout_s=0.3, quorum=1) as publisher,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(good.run, url)
+        group.start_soon(lambda: silent.run(url, transport=mute))
+        await publisher.joined(2)
+        report = await publish(publisher, 1)
+        assert report.members == {"good": "prepared", "silent": "no vote within 0.3 s"}
+        await silent.reached(1)  # it follows the head all the same
+        require_equal(silent.module, state(trainer))
+        group.cancel_scope.cancel()
+
+
+class Breaking:
+    """A loader that fails while it writes: at the n-th frame, and while it undoes, if asked."""
+
+    def __init__(self, module: torch.nn.Module, *, at: int, times: int = 1, undo: bool = True) -> None:
+        self._loader = dcr.loader("module", module)
+        self._at, self._times, self._undo = at, times, undo
+        self._frames = 0
+        for name in ("bind", "epoch", "prepare", "digest"):
+            setattr(self, name, getattr(self._loader, name))
+
+    def install(self, ready: Any) -> None:
+        self._frames += 1
+        self._loader.install(ready)
+        if self._frames > self._at and self._times:
+            self._frames, self._times = 0, self._times - 1
+            raise ReadBackError("a test says that memory did not keep its bits")
+
+    def undo(self, ready: Any) -> None:
+        if not self._undo:
+            self._undo = True
+            raise ReadBackError("a test says that the undo failed")
+        self._loader.undo(ready)
+
+
+@pytest.mark.parametrize("at", range(4))
+async def test_an_installation_that_fails_half_way_is_undone_and_may_be_tried_again(
+    tmp_path: Path, trainer: Weights, at: int
+) -> None:
+    receiver = empty_like(trainer, torch.clone)
+    url = f"local://{tmp_path}"
+    async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST, frame_elems=ELEMS // 4) as publisher:
+        await publish(publisher, 1)
+        before = state(trainer)
+        loader = Breaking(receiver, at=at)
+        async with dcr.subscriber(url, loader=loader, member="m", transport=FAST) as versions:
+            assert versions.version == 1
+            touch(trainer, 2)
+            await publisher.joined(1)
+            refit = await publisher.publish(2)
+            version = await anext(versions)
+            with pytest.raises(ReadBackError):
+                await version.install()
+            require_equal(receiver, before)
+            assert versions.may_serve
+            assert versions.version == 1
+            await version.install()
+            require_equal(receiver, state(trainer))
+            assert await refit.installed() == {"m": "installed"}
+            with pytest.raises(StateError, match="installed already"):
+                await version.install()
+
+
+async def test_a_member_that_can_not_undo_is_poisoned_by_name_and_seeded_anew(tmp_path: Path, trainer: Weights) -> None:
+    receiver = empty_like(trainer, torch.clone)
+    url = f"local://{tmp_path}"
+    async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST, frame_elems=ELEMS // 4) as publisher:
+        await publish(publisher, 1)
+        loader = Breaking(receiver, at=2, undo=False)
+        async with dcr.subscriber(url, loader=loader, member="m", transport=FAST) as versions:
+            touch(trainer, 2)
+            await publisher.joined(1)
+            refit = await publisher.publish(2)
+            version = await anext(versions)
+            with pytest.raises(Poisoned):
+                await version.install()
+            assert not versions.may_serve
+            assert "poisoned" in (await refit.installed())["m"]
+            seed = await anext(versions)
+            assert (seed.kind, seed.number) == ("seed", 2)
+            await seed.install()
+            assert versions.may_serve
+            require_equal(receiver, state(trainer))
+
+
+async def test_a_version_must_be_installed_before_the_next_one_is_offered(tmp_path: Path, trainer: Weights) -> None:
+    url = f"local://{tmp_path}"
+    async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
+        await publish(publisher, 1)
+        loader = dcr.loader("module", empty_like(trainer))
+        async with dcr.subscriber(url, loader=loader, member="m", transport=FAST) as versions:
+            version = await anext(versions)
+            with pytest.raises(StateError, match="not installed"):
+                await anext(versions)
+        with pytest.raises(StateError, match="ended"):
+            await version.install()
+
+
+async def test_a_later_publisher_fences_the_one_before(tmp_path: Path, trainer: Weights) -> None:
+    url = f"local://{tmp_path}"
+    async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as zombie:
+        await publish(zombie, 1)
+        async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
+            touch(trainer, 2)
+            with pytest.raises(Fenced):
+                await publish(zombie, 2)
+            with pytest.raises(StateError, match="cannot go on"):
+                await zombie.publish(3)
+            with pytest.raises(StateError, match="version 1 is not new"):
+                await publisher.publish(1)
+            report = await publish(publisher, 3)
+            assert not report.is_anchor
+
+
+async def test_a_restarted_trainer_goes_on_from_the_head_if_it_holds_its_bits(tmp_path: Path, trainer: Weights) -> None:
+    rollout = Rollout(empty_like(trainer))
+    async with running(tmp_path, [rollout]) as url:
+        for start in (1, 3):
+            async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
+                await publisher.joined(1)
+                for version in (start, start + 1):
+                    touch(trainer, version)
+                    held = state(trainer)
+                    await publish(publisher, version)
+                    await rollout.reached(version)
+                    require_equal(rollout.module, held)
+
+
+async def test_a_restarted_trainer_with_other_weights_publishes_an_anchor(tmp_path: Path, trainer: Weights) -> None:
+    rollout = Rollout(empty_like(trainer))
+    async with running(tmp_path, [rollout]) as url:
+        async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
+            await publish(publisher, 1)
+            await rollout.reached(1)
+        touch(trainer, 5)
+        async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
+            report = await publish(publisher)
+            assert report.is_anchor
+            assert report.version == 2
+            await rollout.reached(2)
+            require_equal(rollout.module, state(trainer))
+            assert rollout.kinds[2] == "delta"  # it compared the anchor with what it held, and can undo it
+
+
+async def test_two_runs_in_two_directories_never_mix(tmp_path: Path, trainer: Weights) -> None:
+    other = empty_like(trainer)
+    rollouts = [Rollout(empty_like(trainer)), Rollout(empty_like(trainer))]
+    async with (
+        running(tmp_path / "a", rollouts[:1]) as one,
+        running(tmp_path / "b", rollouts[1:]) as two,
+        dcr.publisher(one, source=dcr.source(trainer), transport=FAST) as first,
+        dcr.publisher(two, source=dcr.source(other), transport=FAST) as second,
+    ):
+        await publish(first, 1)
+        await publish(second, 1)
+        for rollout in rollouts:
+            await rollout.reached(1)
+        require_equal(rollouts[0].module, state(trainer))
+        require_equal(rollouts[1].module, state(other))
+
+
+async def test_a_swap_without_an_answer_is_read_back(tmp_path: Path, trainer: Weights) -> None:
+    class Forgetful(FaultyTransport):
+        """Its ledger swaps, and then says that it failed."""
+
+        def open(self, url: str) -> Any:
+            return _Forgetting(FAST.open(url))
+
+    class _Forgetting:
+        def __init__(self, opened: Any) -> None:
+            self._opened = opened
+
+        async def __aenter__(self) -> Any:
+            run = await self._opened.__aenter__()
+            swap = run.ledger.swap
+
+            async def forgetful(head: Any, tag: bytes) -> bool:
+                swapped = await swap(head, tag)
+                if head.identity is not None and head.identity.version == 2:
+                    raise TimeoutError("no answer")
+                return swapped
+
+            run.ledger.swap = forgetful
+            return run
+
+        async def __aexit__(self, *error: Any) -> None:
+            await self._opened.__aexit__(*error)
+
+    url = f"local://{tmp_path}"
+    async with dcr.publisher(url, source=dcr.source(trainer), transport=Forgetful(FAST)) as publisher:
+        for version in (1, 2, 3):
+            touch(trainer, version)
+            await publish(publisher, version)
+        rollout = Rollout(empty_like(trainer))
+        async with running(tmp_path, [rollout]):
+            await rollout.reached(3)
+        require_equal(rollout.module, state(trainer))
+
+
+async def test_an_error_of_a_version_that_nobody_asked_about_is_told_by_the_next_publish(
+    tmp_path: Path, trainer: Weights
+) -> None:
+    url = f"local://{tmp_path}"
+    fail = FaultyTransport(FAST, on_send=closed_at(Seal, 2))
+    async with dcr.publisher(url, source=dcr.source(trainer), transport=fail) as publisher:
+        await publisher.publish(1)
+        await publisher.publish(2)
+        with pytest.raises(IncompleteError):
+            await publisher.publish(3)
+        report = await publish(publisher, 3)
+        assert report.version == 3
