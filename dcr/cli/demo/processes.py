@@ -75,7 +75,8 @@ async def conduct(
         async with anyio.create_task_group() as followers:
             for child in children:
                 followers.start_soon(follow, child)
-        group.cancel_scope.cancel()
+        if not late:
+            group.cancel_scope.cancel()
     if failures:
         raise failures[0]
 
