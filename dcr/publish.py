@@ -21,6 +21,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from dcr import digest, frames, kernels, plugins
 from dcr.baseline import Baseline, HealSet
 from dcr.budget import ByteBudget, MiB
+from dcr.closing import close
 from dcr.commit import Votes
 from dcr.errors import DcrError, StateError, VoteError, WireError
 from dcr.frames import FRAME_ELEMS, Layout
@@ -168,7 +169,7 @@ class Publisher:
                 await self._settled()
         finally:
             self._group.cancel_scope.cancel()
-            await self._stack.aclose()
+            await close(self._stack, kind, error, at)
 
     async def _settled(self) -> None:
         """The version before has ended, and somebody knows how."""

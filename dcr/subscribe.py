@@ -19,6 +19,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from dcr import chain, plugins
 from dcr.budget import ByteBudget, MiB
+from dcr.closing import close
 from dcr.commit import MAY_SERVE, Member, Receipt, member_after
 from dcr.errors import (
     BaseMismatch,
@@ -152,7 +153,7 @@ class Subscriber:
             with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
                 await self._link.send(Message(Leave(self._ref)))
         finally:
-            await self._stack.aclose()
+            await close(self._stack, kind, error, at)
 
     async def _work(self, offers: MemoryObjectSendStream[Version]) -> None:
         self._offer_to = offers

@@ -301,6 +301,31 @@ async def test_a_quorum_commits_without_the_members_that_do_not_answer(tmp_path:
         group.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("round_trips", [0, 1])
+async def test_ends_that_are_cancelled_in_the_middle_close(tmp_path: Path, trainer: Weights, round_trips: int) -> None:
+    for attempt in range(20):
+        rollout = Rollout(empty_like(trainer))
+        async with (
+            running(tmp_path / str(attempt), [rollout]) as url,
+            dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
+        ):
+            await publisher.joined(1)
+            await publish(publisher, 1)
+            if round_trips:
+                await rollout.reached(1)
+
+
+async def test_an_error_of_the_user_leaves_the_ends_as_it_is(tmp_path: Path, trainer: Weights) -> None:
+    url = f"local://{tmp_path}"
+    with pytest.raises(ZeroDivisionError):
+        async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST):
+            raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        loader = dcr.loader("module", empty_like(trainer))
+        async with dcr.subscriber(url, loader=loader, member="m", transport=FAST):
+            raise ZeroDivisionError
+
+
 class Breaking:
     """A loader that fails while it writes: at the n-th frame, and while it undoes, if asked."""
 
