@@ -71,6 +71,14 @@ class Baseline:
             lanes[tensors] += patch.new_sums - patch.old_sums
         return lanes, touched
 
+    def rescan(self) -> Lanes:
+        """Digest [T, 2] of the committed bits, recomputed from memory. Runs in a worker thread."""
+        lanes = digest.zero(len(self.layout.schema.tensors))
+        for frame, bits in zip(self.layout.frames, self._frames, strict=True):
+            if bits is not None:
+                lanes[list(frame.tensors)] += kernels.digest(canonical_table(frame, bits), frame.keys)
+        return lanes
+
     def drop(self) -> None:
         """Give the version in flight up."""
         self._overlay.clear()

@@ -23,7 +23,7 @@ from dcr.baseline import Baseline, HealSet
 from dcr.budget import ByteBudget, MiB
 from dcr.closing import close
 from dcr.commit import Votes
-from dcr.errors import DcrError, StateError, VoteError, WireError
+from dcr.errors import DcrError, DigestMismatch, StateError, VoteError, WireError
 from dcr.frames import FRAME_ELEMS, Layout
 from dcr.ledger import Headship
 from dcr.observe import Event, Observer, Summary, ignore
@@ -348,12 +348,28 @@ class Publisher:
             votes.drop(member, f"no vote within {self._vote_timeout_s:g} s")
             self._roster.give_up_on(member)
         if not votes.carried:
+            await self._require_own_baseline(votes)
             reasons = "; ".join(f"{ref.member}: {why}" for ref, why in sorted(votes.refused.items()))
             raise VoteError(
                 f"{votes.identity} was given up: {len(votes.prepared)} of {len(votes.electorate)} members prepared it, "
                 f"{votes.needed} are needed ({reasons})"
             )
         return again_bytes
+
+    async def _require_own_baseline(self, votes: Votes) -> None:
+        """Members refused: look at this side's own memory before any of them is blamed.
+
+        Raises:
+            DigestMismatch: the baseline is not what it was; it is forgotten, and the next version is an anchor.
+        """
+        if self._baseline.identity is None:
+            return
+        found = await anyio.to_thread.run_sync(self._baseline.rescan)
+        try:
+            digest.require_equal(found, self._baseline.lanes, self._source.schema, f"{votes.identity}: the baseline")
+        except DigestMismatch:
+            self._baseline.clear()
+            raise
 
     async def _send_again(self, again: Sequence[int], compress: Compress) -> int:
         """The same bits as before, from the overlay."""

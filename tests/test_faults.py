@@ -16,7 +16,7 @@ import torch
 from refits import FAST, Rollout, Weights, empty_like, publish, require_equal, running, set_bits, state
 
 import dcr
-from dcr.errors import Fenced, IncompleteError, Poisoned, ReadBackError, StateError, VoteError
+from dcr.errors import DigestMismatch, Fenced, IncompleteError, Poisoned, ReadBackError, StateError, VoteError
 from dcr.testing import FaultyTransport, flip_bit, flip_one_chunk
 from dcr.wire import Ack, Chunk, Header, Identity, Message, Open, Seal
 
@@ -202,6 +202,27 @@ async def test_tampered_memory_is_noticed_before_the_first_write_and_healed_by_a
     assert "seed" in rollout.kinds.values()
 
 
+async def test_a_corrupt_baseline_is_found_before_a_member_is_blamed(
+    tmp_path: Path, trainer: Weights, protected: Protected
+) -> None:
+    rollout = Rollout(protected.module)
+    async with (
+        running(tmp_path, [rollout]) as url,
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
+    ):
+        await publisher.joined(1)
+        await publish(publisher, 1)
+        await rollout.reached(1)
+        touch(trainer, 2)
+        publisher._baseline.base(0)[2] ^= 1  # an element that version 2 changes
+        with pytest.raises(DigestMismatch, match="the baseline: 1 of 1 tensors differ: w"):
+            await publish(publisher, 2)
+        report = await publish(publisher, 3)
+        assert report.is_anchor
+        await rollout.reached(3)
+        require_equal(protected.module, state(trainer))
+
+
 @pytest.mark.parametrize("disorder", ["reversed", "doubled"])
 async def test_order_and_repetition_of_chunks_do_not_matter(
     tmp_path: Path, trainer: Weights, protected: Protected, disorder: str
@@ -320,8 +341,8 @@ async def test_an_error_of_the_user_leaves_the_ends_as_it_is(tmp_path: Path, tra
     with pytest.raises(ZeroDivisionError):
         async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST):
             raise ZeroDivisionError
+    loader = dcr.loader("module", empty_like(trainer))
     with pytest.raises(ZeroDivisionError):
-        loader = dcr.loader("module", empty_like(trainer))
         async with dcr.subscriber(url, loader=loader, member="m", transport=FAST):
             raise ZeroDivisionError
 
