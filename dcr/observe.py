@@ -16,7 +16,9 @@ class Event:
     """One thing that happened.
 
     name: what, as a verb in the past ("opened", "sealed", "prepared", "committed", "refused", "sent_again", ...).
-    at_s: time.monotonic() when it happened. Fields that do not apply are None.
+    "worked" is said by a stage of each item: it waited wait_s for it, worked on it for work_s, and was blocked for
+    blocked_s by the next stage or by the budget, all in seconds. nbytes: of the item, or of what the name says.
+    at_s: time.monotonic() when it happened, or when the work ended. Fields that do not apply are None.
     """
 
     name: str
@@ -25,6 +27,10 @@ class Event:
     frame: int | None = None
     detail: str | None = None
     nbytes: int | None = None
+    stage: str | None = None
+    wait_s: float | None = None
+    work_s: float | None = None
+    blocked_s: float | None = None
     at_s: float = field(default_factory=time.monotonic)
 
 

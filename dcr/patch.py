@@ -46,9 +46,13 @@ class Patch:
     new_sums: Lanes
 
     @property
+    def number(self) -> int:
+        """Its frame's number: what events and an error's notes say of it."""
+        return self.frame.index
+
+    @property
     def where(self) -> str:
-        """What an error's note says."""
-        return f"frame {self.frame.index}"
+        return f"frame {self.number}"
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ import inspect
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar, cast, overload
 
 import anyio
@@ -17,7 +18,7 @@ import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from dcr.errors import StateError
-from dcr.observe import StageStatistics, Summary
+from dcr.observe import Event, Observer, StageStatistics, Summary, ignore
 from dcr.seams import Stage
 
 A = TypeVar("A")
@@ -41,10 +42,20 @@ class Drop:
 DROP: Final = Drop()
 
 
-class _Meter:
-    """Counts what one stage does."""
+@dataclass(slots=True)
+class _Work:
+    """One item in one worker's hands. Times are seconds."""
 
-    def __init__(self, name: str, workers: int) -> None:
+    item: Any
+    wait_s: float
+    began_s: float
+    blocked_s: float = 0.0
+
+
+class _Meter:
+    """Counts what one stage does, item by item, and tells an observer."""
+
+    def __init__(self, name: str, workers: int, version: int | None, observe: Observer) -> None:
         self.name = name
         self.workers = workers
         self.items = 0
@@ -53,6 +64,50 @@ class _Meter:
         self.blocked_out_s = 0.0
         self.started_s = time.monotonic()
         self.ended_s = self.started_s
+        self._version = version
+        self._observe = observe
+        self._in_hand: dict[int, _Work] = {}  # by the task that works on it
+
+    def asked(self) -> None:
+        """A worker asks for its next item: it is done with the one before."""
+        work = self._in_hand.pop(anyio.get_current_task().id, None)
+        if work is not None and self._observe is not ignore:
+            self._observe(self._event(work))
+
+    def took(self, item: Any, wait_s: float) -> None:
+        """A worker has got an item, after waiting for it."""
+        now_s = time.monotonic()
+        self.items += 1
+        self.nbytes += getattr(item, "nbytes", 0)
+        self._in_hand[anyio.get_current_task().id] = _Work(item, wait_s, now_s)
+
+    def blocked(self, blocked_s: float) -> None:
+        """A worker could not go on."""
+        self.blocked_out_s += blocked_s
+        work = self._in_hand.get(anyio.get_current_task().id)
+        if work is not None:
+            work.blocked_s += blocked_s
+
+    def ended(self) -> None:
+        """The stage has ended; so has every item that was still in hand."""
+        self.ended_s = time.monotonic()
+        for work in self._in_hand.values():
+            self._observe(self._event(work))
+        self._in_hand.clear()
+
+    def _event(self, work: _Work) -> Event:
+        now_s, item = time.monotonic(), work.item
+        return Event(
+            "worked",
+            self._version,
+            frame=item if isinstance(item, int) else getattr(item, "number", None),
+            nbytes=getattr(item, "nbytes", None),
+            stage=self.name,
+            wait_s=work.wait_s,
+            work_s=now_s - work.began_s - work.blocked_s,
+            blocked_s=work.blocked_s,
+            at_s=now_s,
+        )
 
     def statistics(self) -> StageStatistics:
         lifetime_s = (self.ended_s - self.started_s) * self.workers
@@ -73,15 +128,16 @@ class Inbox(Generic[Taken]):
         return self
 
     async def __anext__(self) -> Taken:
-        before = time.monotonic()
+        self._meter.asked()
+        before_s = time.monotonic()
         try:
             item = await self._stream.receive()
         except anyio.EndOfStream:
             raise StopAsyncIteration from None
         finally:
-            self._meter.blocked_in_s += time.monotonic() - before
-        self._meter.items += 1
-        self._meter.nbytes += getattr(item, "nbytes", 0)
+            wait_s = time.monotonic() - before_s
+            self._meter.blocked_in_s += wait_s
+        self._meter.took(item, wait_s)
         return item
 
     def close(self) -> None:
@@ -135,11 +191,11 @@ class Outbox(Generic[Sent]):
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Time spent in here counts as blocked on output, such as waiting for a lease."""
-        before = time.monotonic()
+        before_s = time.monotonic()
         try:
             yield
         finally:
-            self._meter.blocked_out_s += time.monotonic() - before
+            self._meter.blocked(time.monotonic() - before_s)
 
 
 def discard(item: object) -> None:
@@ -287,12 +343,21 @@ class Pipeline(Generic[A, B]):
         self._stages = stages
         self._depth = depth
 
-    async def run(self, items: Iterable[A] | AsyncIterable[A], *, into: Callable[[B], None] | None = None) -> Summary:
+    async def run(
+        self,
+        items: Iterable[A] | AsyncIterable[A],
+        *,
+        into: Callable[[B], None] | None = None,
+        version: int | None = None,
+        observe: Observer = ignore,
+    ) -> Summary:
         """Feed all items through; what the last stage sends is given to `into`.
+
+        observe: is told of each item that a stage has worked on ("worked"); version: is named in those events.
 
         Raises: the first error of any stage, bare, with notes that name stage and item.
         """
-        meters = [_Meter(stage.name, getattr(stage, "workers", 1)) for stage in self._stages]
+        meters = [_Meter(stage.name, getattr(stage, "workers", 1), version, observe) for stage in self._stages]
         tasks = self._tasks(items, meters, into)
         before = time.monotonic()
         await gather_bare(tasks)
@@ -337,7 +402,7 @@ def _staged(one: Stage[A, B], inbox: Inbox[A], outbox: Outbox[B], meter: _Meter)
             error.add_note(f"in stage {one.name!r}")
             raise
         finally:
-            meter.ended_s = time.monotonic()
+            meter.ended()
             inbox.close()
             outbox.close()
 

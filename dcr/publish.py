@@ -322,7 +322,9 @@ class Publisher:
         """All frames through the pipeline: what the seal must list, the statistics, the bytes sent."""
         transfer, refs = Transfer(self._link), list[ChunkRef]()
         pipeline: Pipeline[int, ChunkRef] = Pipeline(first, compress, *self._stages, transfer)
-        summary = await pipeline.run(range(len(self._plan)), into=refs.append)
+        summary = await pipeline.run(
+            range(len(self._plan)), into=refs.append, version=self._last_version, observe=self._observe
+        )
         return refs, summary, transfer.sent_bytes
 
     def _seal(self, votes: Votes, base: Identity | None, refs: Sequence[ChunkRef]) -> Message:

@@ -14,6 +14,7 @@ from dcr.budget import ByteBudget
 from dcr.commit import Receipt
 from dcr.errors import DigestMismatch, IncompleteError, PayloadError, Poisoned, StateError, StorageRebound
 from dcr.frames import Layout
+from dcr.observe import Observer
 from dcr.pipeline import Pipeline
 from dcr.ready import Ready
 from dcr.seams import Codec, Loader
@@ -59,13 +60,21 @@ class Rank:
     """
 
     def __init__(
-        self, loader: Loader, *, budget: ByteBudget, codecs: Callable[[str], Codec], timeout_s: float, workers: int
+        self,
+        loader: Loader,
+        *,
+        budget: ByteBudget,
+        codecs: Callable[[str], Codec],
+        timeout_s: float,
+        workers: int,
+        observe: Observer,
     ) -> None:
         self._loader = loader
         self._budget = budget
         self._codecs = codecs
         self._timeout_s = timeout_s
         self._workers = workers
+        self._observe = observe
         self._limiter = anyio.CapacityLimiter(1)
         self._layout: Layout | None = None
         self._epoch = b""
@@ -131,7 +140,8 @@ class Rank:
         await self.require_epoch()
         readies: list[Ready] = []
         fetch = self._fetch(receipt, receive, again)
-        await Pipeline(self._decompress(), Prepare(self._loader)).run(fetch, into=readies.append)
+        stages = Pipeline(self._decompress(), Prepare(self._loader))
+        await stages.run(fetch, into=readies.append, version=receipt.identity.version, observe=self._observe)
         seal = receipt.require_complete()
         assert fetch.seal is not None
         target = await anyio.to_thread.run_sync(apply.verify, fetch.seal, self.layout, self._lanes, readies)
@@ -146,7 +156,8 @@ class Rank:
         """
         inspect = Inspect(self.layout)
         fetch = self._fetch(receipt, receive, again)
-        await Pipeline(self._decompress(), inspect).run(fetch)
+        stages = Pipeline(self._decompress(), inspect)
+        await stages.run(fetch, version=receipt.identity.version, observe=self._observe)
         seal = receipt.require_complete()
         assert fetch.seal is not None
         target = inspect.verify(fetch.seal)
@@ -165,7 +176,8 @@ class Rank:
         await self.bind(opened)
         receipt = Receipt(header, run=header.identity.run, term=0, holds=header.base)
         fetch = self._fetch(receipt, reader(messages, header.identity), None)
-        await Pipeline(self._decompress(), Prepare(self._loader), Write(self._loader)).run(fetch)
+        stages = Pipeline(self._decompress(), Prepare(self._loader), Write(self._loader))
+        await stages.run(fetch, version=header.identity.version, observe=self._observe)
         receipt.require_complete()
 
     async def require_root(self, identity: Identity, root: bytes) -> None:

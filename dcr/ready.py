@@ -40,6 +40,11 @@ class Ready:
     copies_agree: bool
 
     @property
+    def number(self) -> int:
+        """Its frame's number: what events say of it."""
+        return self.frame
+
+    @property
     def changed(self) -> int:
         """Elements that will be written, in the first copy."""
         return len(self.writes[0].positions)

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -91,6 +92,7 @@ class Subscriber:
             codecs=codecs,
             timeout_s=fetch_timeout_s,
             workers=workers,
+            observe=self._of_member,
         )
         self._head: Head | None = None
         self._holds: Identity | None = None
@@ -178,6 +180,9 @@ class Subscriber:
 
     def _move(self, event: str) -> None:
         self._state = member_after(self._state, event)
+
+    def _of_member(self, event: Event) -> None:
+        self._observe(replace(event, member=self._ref.member))
 
     def _emit(self, name: str, version: int | None = None, **rest: Any) -> None:
         self._observe(Event(name, version, self._ref.member, **rest))

@@ -32,9 +32,13 @@ class Parcel:
         self.lease.release()
 
     @property
+    def number(self) -> int:
+        """Its frame's number: what events and an error's notes say of it."""
+        return self.chunk.frame
+
+    @property
     def where(self) -> str:
-        """What an error's note says."""
-        return f"{self.chunk.identity}, frame {self.chunk.frame}"
+        return f"{self.chunk.identity}, frame {self.number}"
 
     @property
     def nbytes(self) -> int:
@@ -47,6 +51,15 @@ class Unpacked:
 
     chunk: Chunk
     change: Change
+
+    @property
+    def number(self) -> int:
+        """Its frame's number: what events and an error's notes say of it."""
+        return self.chunk.frame
+
+    @property
+    def where(self) -> str:
+        return f"{self.chunk.identity}, frame {self.number}"
 
     @property
     def nbytes(self) -> int:
