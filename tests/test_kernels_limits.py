@@ -52,7 +52,7 @@ DAMAGE: dict[str, Callable[[Rows], None]] = {
     "ends one behind the storage": lambda rows: rows.__setitem__((1, HERE), 1),
     "starts one before the storage": lambda rows: rows.__setitem__((1, HERE), -1),
     "goes below the storage by a stride": lambda rows: set_dims(rows, [2, 4], [-1, 1]),
-    "wraps around 2^64": lambda rows: set_dims(rows, [2, 4], [2**62, 2**62]),
+    "ends inside the storage, modulo 2^64": lambda rows: set_dims(rows, [2, 4], [5, -0x5555555555555555]),
     "no such storage": lambda rows: rows.__setitem__((1, STORAGE), 2),
     "negative storage": lambda rows: rows.__setitem__((1, STORAGE), -1),
     "too many dims": lambda rows: rows.__setitem__((1, NDIM), MAX_DIMS + 1),
@@ -200,6 +200,24 @@ def test_strides_may_exceed_32_bits(stride: int) -> None:
     for i, first in enumerate(sorted((0, 2**31, 2**32), reverse=stride < 0)):
         assert storage[first : first + 15 : 3].tolist() == values[5 * i : 5 * i + 5].tolist()
     np.testing.assert_array_equal(kernels.read(table), values)
+
+
+def test_strides_of_the_innermost_dim_may_exceed_32_bits() -> None:
+    storage = reserved(2**32 + 4096, 1)
+    table = Table((storage,), rows_of([(0, 0, Box(9, 0, (Dim(2, 1, 3), Dim(3, 2**31, 1))))]))
+    values = np.arange(1, 7, dtype=np.uint8)
+    assert kernels.scatter(table, np.arange(6, dtype=np.uint32), values) == 0
+    assert storage[[9, 9 + 2**31, 9 + 2**32, 10, 10 + 2**31, 10 + 2**32]].tolist() == values.tolist()
+    np.testing.assert_array_equal(kernels.read(table), values)
+
+
+def test_positions_use_all_their_32_bits() -> None:
+    storage = reserved(2**32 + 4096, 2)
+    table = Table((storage,), rows_of([(0, 0, Box(4000, 0, (Dim(2**32 - 1, 1, 1),)))]))
+    positions, values = np.array([0, 2**31 + 3, 2**32 - 2], np.uint32), np.array([1, 2, 3], np.uint16)
+    assert kernels.scatter(table, positions, values) == 0
+    assert storage[[4000, 4003 + 2**31, 3998 + 2**32]].tolist() == [1, 2, 3]
+    assert kernels.gather(table, positions).tolist() == [1, 2, 3]
 
 
 def test_a_table_may_hold_one_element_less_than_2_32() -> None:

@@ -3,14 +3,26 @@
 #include <atomic>
 #include <stdexcept>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace dcr {
 namespace {
+
+#if defined(__x86_64__)
+// Older compilers' __builtin_cpu_supports does not know this one.
+bool has_f16c() {
+    unsigned a, b, c = 0, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
 
 std::vector<Level> detect() {
     std::vector<Level> found{{"portable", &PORTABLE}};
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi")) return found;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi") || !has_f16c()) return found;
     found.push_back({"avx2", &AVX2});
     // VBMI2 brings compress of 8- and 16-bit lanes: Ice Lake, Zen 4 and later.
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&

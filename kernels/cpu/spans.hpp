@@ -55,7 +55,7 @@ extern const Spans PORTABLE;
 extern const Spans AVX2, AVX512;
 #endif
 
-#define DCR_INLINE [[gnu::always_inline]] inline
+#define DCR_INLINE __attribute__((always_inline)) inline
 
 // Odd multipliers; the same as in dcr/reference.py.
 constexpr uint64_t M1 = 0x9E3779B97F4A7C15, M2 = 0xD6E8FEB86659FD93;

@@ -5,7 +5,11 @@
 
 #include <immintrin.h>
 
+#if defined(__clang__)
+#define DCR_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,popcnt")))
+#else  // gcc keeps plain loops to 32 bytes unless it is told
 #define DCR_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,popcnt,prefer-vector-width=512")))
+#endif
 
 namespace dcr {
 namespace {
