@@ -378,17 +378,24 @@ class Pipeline(Generic[A, B]):
 
 
 def _feed(items: Iterable[A] | AsyncIterable[A], send: MemoryObjectSendStream[A]) -> Callable[[], Awaitable[None]]:
+    async def hand_on(item: A) -> None:
+        try:
+            await send.send(item)
+        except anyio.BrokenResourceError:
+            discard(item)
+            raise StateError("the first stage returned before its inbox was exhausted") from None
+        except BaseException:
+            discard(item)
+            raise
+
     async def feed() -> None:
         async with send:
-            try:
-                if isinstance(items, AsyncIterable):
-                    async for item in items:
-                        await send.send(item)
-                else:
-                    for item in items:
-                        await send.send(item)
-            except anyio.BrokenResourceError:
-                raise StateError("the first stage returned before its inbox was exhausted") from None
+            if isinstance(items, AsyncIterable):
+                async for item in items:
+                    await hand_on(item)
+            else:
+                for item in items:
+                    await hand_on(item)
 
     return feed
 

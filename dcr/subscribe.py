@@ -139,6 +139,7 @@ class Subscriber:
             self._link = await stack.enter_async_context(self._run.member(self._ref))
             self._mail = _Mail(self._link)
             await self._recognise()
+            stack.push_async_callback(self._leave)  # after everything that may still say that this member takes part
             await self._link.send(Message(Join(self._ref, self._holds)))
             send, self._offers = anyio.create_memory_object_stream[Version](1)
             stack.callback(self._offers.close)
@@ -151,11 +152,11 @@ class Subscriber:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self._group.cancel_scope.cancel()
-        try:
-            with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
-                await self._link.send(Message(Leave(self._ref)))
-        finally:
-            await close(self._stack, kind, error, at)
+        await close(self._stack, kind, error, at)
+
+    async def _leave(self) -> None:
+        with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
+            await self._link.send(Message(Leave(self._ref)))
 
     async def _work(self, offers: MemoryObjectSendStream[Version]) -> None:
         self._offer_to = offers

@@ -1,0 +1,242 @@
+"""Cancellation at every await of either end: nothing is left over, weights are whole, and the next version is right.
+
+Every suspension of every task on the loop is counted; at the n-th one, the task that uses an end is cancelled: by
+`task.cancel()`, or by an anyio scope. For every n up to the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+import torch
+from refits import FAST, Rollout, Weights, publish, require_equal, running, set_bits, state
+
+import dcr
+
+ELEMS = 64
+
+
+class Suspensions:
+    """Counts suspensions of all tasks, and acts at the n-th since `arm`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._at = -1
+        self._act: Callable[[], object] = lambda: None
+
+    def arm(self, at: int, act: Callable[[], object]) -> None:
+        self.count, self._at, self._act = 0, at, act
+
+    def factory(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(self._counted(coro), loop=loop, **options)
+        task.add_done_callback(lambda _: coro.close())  # it may be cancelled before it starts
+        return task
+
+    async def _counted(self, coro: Any) -> Any:
+        return await _Stepped(coro, self._step)
+
+    def _step(self) -> None:
+        self.count += 1
+        if self.count == self._at:
+            self._act()
+
+
+class _Stepped:
+    """A coroutine that calls back each time it suspends."""
+
+    def __init__(self, coro: Any, step: Callable[[], None]) -> None:
+        self._coro = coro
+        self._step = step
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        resume: Callable[[Any], Any] = self._coro.send
+        value: Any = None
+        while True:
+            try:
+                waited_for = resume(value)
+            except StopIteration as stop:
+                return stop.value
+            self._step()
+            try:
+                value, resume = (yield waited_for), self._coro.send
+            except BaseException as error:
+                value, resume = error, self._coro.throw
+
+
+@pytest.fixture
+async def suspensions() -> Any:
+    counter, loop = Suspensions(), asyncio.get_running_loop()
+    loop.set_task_factory(counter.factory)
+    yield counter
+    loop.set_task_factory(None)
+
+
+def native(user: Callable[[], Coroutine[Any, Any, None]]) -> tuple[Awaitable[None], Callable[[], object]]:
+    """A user as a task, and what cancels it."""
+    task = asyncio.ensure_future(user())
+
+    async def ended() -> None:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
+
+    return ended(), task.cancel
+
+
+def scoped(user: Callable[[], Coroutine[Any, Any, None]]) -> tuple[Awaitable[None], Callable[[], object]]:
+    """A user within a scope, and what cancels it."""
+    scope = anyio.CancelScope()
+
+    async def ended() -> None:
+        with scope:
+            await user()
+
+    return ended(), scope.cancel
+
+
+@asynccontextmanager
+async def nothing_left(budget: dcr.ByteBudget) -> Any:
+    """No lease, task or busy thread remains of what happens within."""
+    tasks, threads = asyncio.all_tasks(), len(threading.enumerate())
+    yield
+    assert budget.statistics().leased == 0
+    assert not asyncio.all_tasks() - tasks
+    assert anyio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
+    assert len(threading.enumerate()) <= threads + 8  # idle workers of anyio's pool
+
+
+def trainer_of(seed: int = 3) -> Weights:
+    module = Weights({"w": torch.zeros(ELEMS, dtype=torch.bfloat16)})
+    set_bits(module.w, np.arange(ELEMS), np.random.default_rng(seed).integers(0, 1 << 16, ELEMS, np.uint16))
+    return module
+
+
+def second(trainer: Weights) -> None:
+    """The version that is cancelled changes elements 1, 20 and 40."""
+    set_bits(trainer.w, np.array([1, 20, 40]), np.array([0x1111, 0x2222, 0x7FC1], np.uint16))
+
+
+def third(trainer: Weights, before: np.ndarray) -> None:
+    """The one after it changes 1 again and puts 20 back."""
+    set_bits(trainer.w, np.array([1, 20]), np.array([0x3333, before[20]], np.uint16))
+
+
+async def every_await(one: Callable[[int], Awaitable[bool]]) -> int:
+    """Call with n = 1, 2, ... until the n-th suspension is never reached; how many there were."""
+    n = 1
+    while await one(n):
+        n += 1
+    return n - 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cancelling", [native, scoped])
+async def test_a_publisher_that_is_cancelled_at_any_await(
+    tmp_path: Path, suspensions: Suspensions, cancelling: Any
+) -> None:
+    async def at(n: int) -> bool:
+        trainer = trainer_of()
+        before = state(trainer)["w"]
+        rollout, budget = Rollout(Weights({"w": torch.zeros(ELEMS, dtype=torch.bfloat16)})), dcr.ByteBudget(1 << 20)
+        options = {"source": dcr.source(trainer), "transport": FAST, "budget": budget, "frame_elems": 32}
+        async with nothing_left(budget), running(tmp_path / str(n), [rollout]) as url:
+            async with dcr.publisher(url, **options) as publisher:
+                await publish(publisher, 1)
+                await rollout.reached(1)
+
+            async def user() -> None:
+                async with dcr.publisher(url, **options) as publisher:
+                    refit = await publisher.publish(2)
+                    await publisher.captured()
+                    await refit.committed()
+
+            second(trainer)
+            ended, cancel = cancelling(user)
+            suspensions.arm(n, cancel)
+            await ended
+            reached = suspensions.count >= n
+            suspensions.arm(-1, cancel)
+            third(trainer, before)
+            async with dcr.publisher(url, **options) as publisher:
+                await publish(publisher, 3)
+                await rollout.reached(3)
+            require_equal(rollout.module, state(trainer))
+        return reached
+
+    assert await every_await(at) > 30
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cancelling", [native, scoped])
+async def test_a_subscriber_that_is_cancelled_at_any_await(
+    tmp_path: Path, suspensions: Suspensions, cancelling: Any
+) -> None:
+    async def at(n: int) -> bool:
+        trainer, receiver = trainer_of(), trainer_of()
+        versions = [state(trainer)]
+        url, budget = f"local://{tmp_path}/{n}", dcr.ByteBudget(1 << 20)
+        options = {"source": dcr.source(trainer), "transport": FAST, "vote_timeout_s": 10, "frame_elems": 32}
+        async with nothing_left(budget), dcr.publisher(url, **options) as publisher:
+            await publish(publisher, 1)
+
+            async def user() -> None:
+                loader = dcr.loader("module", receiver)
+                async with dcr.subscriber(url, loader=loader, member="m", transport=FAST, budget=budget) as offered:
+                    async for version in offered:
+                        await version.install()
+                        return
+
+            second(trainer)
+            versions.append(state(trainer))
+            ended, cancel = cancelling(user)
+            suspensions.arm(n, cancel)
+            refit = await publisher.publish(2)
+            await ended
+            await refit.committed()
+            reached = suspensions.count >= n
+            suspensions.arm(-1, cancel)
+            assert any(np.array_equal(state(receiver)["w"], version["w"]) for version in versions)
+            third(trainer, versions[0]["w"])
+            rollout = Rollout(receiver)
+            async with running(tmp_path / str(n), [rollout]):
+                await publish(publisher, 3)
+                await rollout.reached(3)
+            require_equal(receiver, state(trainer))
+        return reached
+
+    assert await every_await(at) > 30
+
+
+async def test_a_wait_that_times_out_does_not_disturb_the_version_it_waited_for(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    receiver = trainer_of(4)
+    url = f"local://{tmp_path}"
+    async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
+        await publish(publisher, 1)
+        loader = dcr.loader("module", receiver)
+        async with dcr.subscriber(url, loader=loader, member="m", transport=FAST) as versions:
+            version = await anext(versions)
+            await version.install()
+            second(trainer)
+            refit = await publisher.publish(2)
+            for wait in (refit.captured, refit.committed, refit.installed, versions.__anext__):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0):
+                        await wait()
+            version = await anext(versions)
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await version.install()
+            with anyio.fail_after(10):
+                while versions.version != 2:
+                    await anyio.sleep(0.001)
+            require_equal(receiver, state(trainer))
