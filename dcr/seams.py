@@ -10,7 +10,7 @@ from dcr.frames import Layout, Shard
 from dcr.patch import Change, Operation
 from dcr.schema import Schema
 from dcr.views import Bits, Lanes
-from dcr.wire import Head, Identity, MemberRef, Message
+from dcr.wire import Head, Identity, Join, MemberRef, Message
 
 if TYPE_CHECKING:
     from dcr.pipeline import Inbox, Outbox
@@ -137,6 +137,10 @@ class Run(Protocol):
 
     @property
     def store(self) -> Store | None: ...
+
+    async def members(self) -> list[Join]:
+        """Who takes part now, and what each one said that it holds."""
+        ...
 
     def sender(self) -> AbstractAsyncContextManager[Link]:
         """The publisher's link: takes Open, Chunk, Seal, Abort, Commit; gives Join, Leave, Ack, Nack."""

@@ -93,11 +93,16 @@ class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
 
 
 class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
-    """What a seal says about a chunk: enough to know that nothing is missing and nothing was replaced."""
+    """What a seal says about a chunk: enough to know that nothing is missing and nothing was replaced.
+
+    changed: elements; nbytes: of the body.
+    """
 
     frame: int
     digest: bytes
     content: bytes
+    changed: int
+    nbytes: int
 
 
 class Seal(msgspec.Struct, frozen=True, tag="seal"):

@@ -7,10 +7,11 @@ from enum import StrEnum
 from importlib.metadata import version
 from typing import Annotated
 
+import anyio
 import msgspec
 import typer
 
-from dcr.errors import DcrError
+from dcr.errors import DcrError, LocalError
 
 main = typer.Typer(
     name="dcr",
@@ -54,7 +55,7 @@ def run_demo(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the model and of its training.")] = 0,
 ) -> None:
-    """Train a small model and keep an engine bit-identical to it; every byte is compared after each refit."""
+    """Train a small model, keep two engines bit-identical to it, and compare every byte at the end."""
     from dcr.cli import demo
 
     try:
@@ -93,6 +94,30 @@ def run_doctor(as_json: AsJson = False) -> None:
     else:
         typer.echo(render(report))
     raise typer.Exit(0 if report.healthy else 1)
+
+
+@main.command("inspect")
+def inspect_run(
+    url: Annotated[str, typer.Argument(metavar="RUN", help="The run's URL, such as local:///path/to/run.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show a run's versions, their density, bytes and digests, and its members.
+
+    Exit code: 0 if every version up to the head can be read; 1 if a stored piece is missing or damaged; 2 if there is
+    no such run.
+    """
+    from dcr.cli.inspect import NoRun, examine, render
+
+    try:
+        report = anyio.run(examine, url)
+    except DcrError as error:
+        typer.echo(f"dcr inspect: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, NoRun | LocalError) else 1) from None
+    if as_json:
+        _print_json(report)
+    else:
+        typer.echo(render(report))
+    raise typer.Exit(0 if report.problem is None else 1)
 
 
 def _print_json(document: object) -> None:

@@ -36,7 +36,7 @@ class Transfer:
                 await self._link.send(Message(parcel.chunk, parcel.body))
             self.sent_bytes += len(parcel.body)
             chunk = parcel.chunk
-            await outbox.send(ChunkRef(chunk.frame, chunk.digest, chunk.content))
+            await outbox.send(ChunkRef(chunk.frame, chunk.digest, chunk.content, chunk.changed, len(parcel.body)))
 
 
 class Aborted(Exception):

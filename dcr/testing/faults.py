@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from dcr.seams import Ledger, Link, Run, Store, Transport
-from dcr.wire import Chunk, MemberRef, Message
+from dcr.wire import Chunk, Join, MemberRef, Message
 
 Fault = Callable[[Message], Iterable[Message]]
 
@@ -52,6 +52,9 @@ class _FaultyRun:
     @property
     def store(self) -> Store | None:
         return self._run.store
+
+    async def members(self) -> list[Join]:
+        return await self._run.members()
 
     @asynccontextmanager
     async def sender(self) -> AsyncIterator[_FaultyLink]:

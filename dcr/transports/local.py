@@ -58,8 +58,6 @@ class LocalTransport:
         if parts.scheme != "local" or parts.netloc or not parts.path.startswith("/") or parts.query:
             raise LocalError(f"expected a URL such as local:///path/to/run, found {url!r}")
         root = Path(unquote(parts.path))
-        for folder in (root / "attempts", root / "members"):
-            folder.mkdir(parents=True, exist_ok=True)
         yield LocalRun(root, poll_s=self._poll_s, stale_s=self._stale_s, fsync=self._fsync)
 
 
@@ -77,6 +75,19 @@ class LocalRun:
         self.ledger = _Ledger(root, self.disk)
         self.store = _Store(root)
 
+    async def members(self) -> list[Join]:
+        """See `dcr.seams.Run.members`."""
+        return await anyio.to_thread.run_sync(self._joins)
+
+    def _joins(self) -> list[Join]:
+        joins = []
+        for path in sorted(_listed(self.root / "members")):
+            with suppress(IncompleteError):  # it left in this very moment
+                header = _load(path).header
+                if isinstance(header, Join):
+                    joins.append(header)
+        return joins
+
     def sender(self) -> _SenderLink:
         """See `dcr.seams.Run.sender`."""
         return _SenderLink(self)
@@ -91,6 +102,11 @@ class _Disk:
 
     def __init__(self, fsync: bool) -> None:
         self._fsync = fsync
+
+    def make(self, root: Path) -> None:
+        """The folders of a run, where they are missing."""
+        for folder in (root / "attempts", root / "members"):
+            folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, path: Path, data: bytes, *, flush: bool = False) -> None:
         """Make a file appear under its name with all of its bytes."""
@@ -140,6 +156,7 @@ class _Ledger:
             raise WireError(f"{self._path} is not a head record: {error}") from error
 
     def _swap(self, head: Head, tag: bytes) -> bool:
+        self._disk.make(self._path.parent)
         with self._locked():
             if self._read()[1] != tag:
                 return False
@@ -219,6 +236,7 @@ class _SenderLink:
         self._beats: dict[Path, tuple[int, float]] = {}
 
     async def __aenter__(self) -> _SenderLink:
+        await anyio.to_thread.run_sync(self._run.disk.make, self._run.root)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
@@ -309,6 +327,7 @@ class _MemberLink:
         self._votes = 0
 
     async def __aenter__(self) -> _MemberLink:
+        await anyio.to_thread.run_sync(self._run.disk.make, self._run.root)
         self._group = await anyio.create_task_group().__aenter__()
         self._group.start_soon(self._beat)
         return self
