@@ -110,19 +110,22 @@ class HealSet:
     def __init__(self, limit: int = 8) -> None:
         self._limit = limit
         self._versions: list[tuple[int, dict[int, Positions | None]]] = []
+        self._floor = -1  # nothing is known of what happened before this version
 
     def add(self, version: int, indices: dict[int, Positions | None]) -> None:
         """Keep the index set that a commit returned."""
         self._versions.append((version, indices))
-        del self._versions[: -self._limit]
+        if len(self._versions) > self._limit:
+            self.forget(self._versions[0][0])
 
-    def forget(self, oldest: int | None) -> None:
-        """No member holds anything older than this version; None: no member holds any, a new one is seeded."""
-        self._versions = [] if oldest is None else [kept for kept in self._versions if kept[0] > oldest]
+    def forget(self, version: int) -> None:
+        """No member holds anything older than this version any more, or it is to be seeded anew."""
+        self._floor = max(self._floor, version)
+        self._versions = [kept for kept in self._versions if kept[0] > version]
 
     def since(self, version: int) -> dict[int, Positions | None] | None:
         """The union of the index sets of all versions after this one; None if it reaches back too far to be known."""
-        if self._versions and self._versions[0][0] > version + 1 and len(self._versions) == self._limit:
+        if version < self._floor:
             return None
         union: dict[int, Positions | None] = {}
         for number, indices in self._versions:

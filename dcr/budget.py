@@ -43,8 +43,10 @@ class ByteBudget:
         """Wait until nbytes are free, then hold them.
 
         Raises:
-            BudgetError: the budget is smaller than nbytes, so it could never be granted.
+            BudgetError: the budget is smaller than nbytes, so it could never be granted; or nbytes is negative.
         """
+        if nbytes < 0:
+            raise BudgetError(f"a lease must not be negative, got {nbytes} bytes")
         if nbytes > self.limit:
             raise BudgetError(f"a lease of {nbytes} bytes exceeds the budget of {self.limit}; raise the budget")
         if self._waiters or self._leased + nbytes > self.limit:
@@ -96,9 +98,9 @@ class Lease:
         """Keep only nbytes of it.
 
         Raises:
-            StateError: nbytes is more than is held.
+            StateError: nbytes is more than is held, or negative.
         """
-        if nbytes > self.nbytes:
+        if not 0 <= nbytes <= self.nbytes:
             raise StateError(f"a lease of {self.nbytes} bytes cannot grow to {nbytes}: take the worst case at birth")
         freed, self.nbytes = self.nbytes - nbytes, nbytes
         self._budget._give_back(freed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dcr.errors import IncompleteError
+from dcr.errors import IncompleteError, PayloadError
 from dcr.seams import Store
 from dcr.wire import Identity, Message, Open, Seal
 
@@ -33,7 +33,7 @@ async def back_from(store: Store, head: Identity, *, until: Identity | None) -> 
     The first link has base None if the chain starts from an anchor: also where `until` is not part of it.
 
     Raises:
-        IncompleteError: a link is missing and no anchor lies behind it.
+        IncompleteError: a link is missing and no anchor lies behind it. PayloadError: a base is not older.
     """
     links: list[Stored] = []
     at: Identity | None = head
@@ -41,7 +41,10 @@ async def back_from(store: Store, head: Identity, *, until: Identity | None) -> 
         link = Stored(*await store.describe(at))
         anchor = await anchor_of(store, link) if until is None else None
         links.append(anchor or link)
-        at = links[-1].open.base
+        base = links[-1].open.base
+        if base is not None and base.version >= at.version:
+            raise PayloadError(f"{at} claims to start from {base}, which is not older: the store is damaged")
+        at = base
     return links[::-1]
 
 

@@ -46,7 +46,7 @@ class Raw:
     needs_base: bool = False
 
     def encode(self, change: Change, numel: int) -> bytes:
-        """Bytes of a change of a frame of numel elements; dense where that is smaller."""
+        """See `dcr.seams.Codec.encode`."""
         del numel
         if change.positions is None:
             return _join(RAW_DENSE, [_stored(change.values)])
@@ -66,11 +66,11 @@ class Gaps:
     level: int = 1
 
     def encode(self, change: Change, numel: int) -> bytes:
-        """Bytes of a change of a frame of numel elements; dense planes where those are smaller."""
+        """See `dcr.seams.Codec.encode`."""
+        del numel
         if change.positions is None:
             return _join(PLANES_DENSE, [self._packed(plane) for plane in _planes(change.values)])
         gaps, (symbols, exceptions) = gaps_of(change.positions), symbols_of(change.values)
-        del numel
         return _join(GAPS_SPARSE, [self._packed(gaps), self._packed(symbols), self._packed(exceptions.view(np.uint8))])
 
     def decode(self, body: bytes, *, operation: Operation, changed: int, numel: int, width: int) -> Change:
@@ -108,24 +108,25 @@ def decode(body: bytes, *, operation: Operation, changed: int, numel: int, width
     dtype = UNSIGNED[width]
     match body[0]:
         case 0:
-            raw_positions, raw_values = _split(body, [4 * changed, width * changed])
+            raw_positions, raw_values = _split(body, [_exactly(4 * changed), _exactly(width * changed)])
             positions = np.frombuffer(raw_positions, np.uint32)
             values = np.frombuffer(raw_values, dtype)
         case 1:
-            (raw_values,) = _split(body, [width * numel])
+            (raw_values,) = _split(body, [_exactly(width * numel)])
             return _dense(operation, changed, numel, np.frombuffer(raw_values, dtype))
         case 2:
-            raw_gaps, raw_symbols, raw_exceptions = _split(
-                body, [changed + numel // ESCAPE + 1, changed, width * changed]
-            )
+            sizes = [
+                range(changed, changed + numel // ESCAPE + 2),
+                _exactly(changed),
+                range(0, width * changed + 1, width),
+            ]
+            raw_gaps, raw_symbols, raw_exceptions = _split(body, sizes)
             positions = positions_of(np.frombuffer(raw_gaps, np.uint8), changed)
             values = values_of(
                 np.frombuffer(raw_symbols, np.uint8), np.frombuffer(raw_exceptions, np.uint8), width, changed
             )
         case 3:
-            planes = [np.frombuffer(plane, np.uint8) for plane in _split(body, [numel] * width)]
-            if any(len(plane) != numel for plane in planes):
-                raise PayloadError(f"a byte plane has not {numel} bytes")
+            planes = [np.frombuffer(plane, np.uint8) for plane in _split(body, [_exactly(numel)] * width)]
             return _dense(operation, changed, numel, np.stack(planes, axis=1).reshape(-1).view(dtype))
         case other:
             raise PayloadError(f"unknown body format {other}; this reader knows 0 to 3")
@@ -190,7 +191,7 @@ def values_of(symbols: NDArray[np.uint8], exceptions: NDArray[np.uint8], width: 
 
 def worst_case_bytes(numel: int, width: int) -> int:
     """No encoded body of a frame is larger than this."""
-    return numel * (width + 4) + 64
+    return numel * (width + 4) + 16 * (width + 4)
 
 
 def _dense(operation: Operation, changed: int, numel: int, values: Bits) -> Change:
@@ -200,7 +201,7 @@ def _dense(operation: Operation, changed: int, numel: int, values: Bits) -> Chan
 
 
 def _planes(values: Bits) -> list[NDArray[np.uint8]]:
-    octets = values.view(np.uint8).reshape(len(values), -1)
+    octets = values.view(np.uint8).reshape(len(values), values.itemsize)
     return [np.ascontiguousarray(octets[:, plane]) for plane in range(octets.shape[1])]
 
 
@@ -212,20 +213,24 @@ def _join(kind: int, streams: Sequence[bytes]) -> bytes:
     return b"".join([bytes([kind]), *streams])
 
 
-def _split(body: bytes, caps: Sequence[int]) -> list[bytes]:
-    """The raw streams of a body; each may have at most its cap of bytes.
+def _exactly(nbytes: int) -> range:
+    return range(nbytes, nbytes + 1)
+
+
+def _split(body: bytes, sizes: Sequence[range]) -> list[bytes]:
+    """The raw streams of a body; `sizes` are those that each may have, in bytes.
 
     Raises:
-        PayloadError: a stream exceeds its cap, the body ends early, or something is left over.
+        PayloadError: a stream has another size, the body ends early, or something is left over.
     """
     at, streams = 1, []
-    for index, cap in enumerate(caps):
+    for index, allowed in enumerate(sizes):
         if at + _STREAM.size > len(body):
             raise PayloadError(f"the body ends before stream {index}")
         encoding, raw_size, size = _STREAM.unpack_from(body, at)
         at += _STREAM.size
-        if raw_size > cap or at + size > len(body):
-            raise PayloadError(f"stream {index} declares {raw_size} bytes (at most {cap}), {size} encoded")
+        if raw_size not in allowed or at + size > len(body):
+            raise PayloadError(f"stream {index} declares {raw_size} bytes, {size} encoded; expected one of {allowed}")
         streams.append(_unpacked(encoding, body[at : at + size], raw_size, index))
         at += size
     if at != len(body):
@@ -234,9 +239,12 @@ def _split(body: bytes, caps: Sequence[int]) -> list[bytes]:
 
 
 def _unpacked(encoding: int, data: bytes, raw_size: int, index: int) -> bytes:
+    """One stream, decoded. What a zstd frame says of its size is compared before anything is allocated."""
     if encoding == ZSTD:
         try:
-            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=raw_size) if raw_size else b""
+            if zstandard.frame_content_size(data) != raw_size:
+                raise PayloadError(f"stream {index}: its zstd frame does not say {raw_size} bytes, as it should")
+            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=raw_size, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise PayloadError(f"stream {index} does not decompress: {error}") from error
     elif encoding != STORED:

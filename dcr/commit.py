@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 from dcr.errors import BaseMismatch, IncompleteError, PayloadError, RunMismatch, StateError
-from dcr.wire import Ack, Chunk, Identity, MemberRef, Nack, Open, Seal
+from dcr.wire import Ack, Chunk, ChunkRef, Identity, MemberRef, Nack, Open, Seal
 
 S = TypeVar("S")
 
@@ -116,7 +116,7 @@ class Votes:
         Raises:
             PayloadError: the member will arrive at other bits than those sealed.
         """
-        if ack.identity != self.identity or ack.member not in self.electorate:
+        if ack.identity != self.identity or ack.member not in self.electorate - self.refused.keys():
             return False
         if ack.root != self.root:
             raise PayloadError(f"{ack.member.member} prepared {self.identity} with another digest than was sealed")
@@ -194,8 +194,9 @@ class Receipt:
         held = self._chunks.get(chunk.frame)
         if held is not None and held.digest != chunk.digest:
             raise PayloadError(f"{self.identity}: two different chunks for frame {chunk.frame}")
+        if self._seal is not None:
+            _require_sealed(chunk, {ref.frame: ref for ref in self._seal.chunks})
         self._chunks[chunk.frame] = chunk
-        self._compare()
         return held is None
 
     def seal(self, seal: Seal) -> None:
@@ -209,8 +210,10 @@ class Receipt:
             raise PayloadError(f"{self.identity}: its seal starts from {seal.base}, its opening from {self.base}")
         if len({ref.frame for ref in seal.chunks}) != len(seal.chunks):
             raise PayloadError(f"{self.identity}: its seal lists a frame twice")
+        sealed = {ref.frame: ref for ref in seal.chunks}
+        for chunk in self._chunks.values():
+            _require_sealed(chunk, sealed)
         self._seal = seal
-        self._compare()
 
     @property
     def missing(self) -> frozenset[int] | None:
@@ -239,14 +242,11 @@ class Receipt:
                 f"expected {self.identity} of run {self.identity.run}, found {identity} of {identity.run}"
             )
 
-    def _compare(self) -> None:
-        if self._seal is None:
-            return
-        sealed = {ref.frame: ref for ref in self._seal.chunks}
-        for frame, chunk in self._chunks.items():
-            ref = sealed.get(frame)
-            if ref is None or (ref.digest, ref.content) != (chunk.digest, chunk.content):
-                raise PayloadError(f"{self.identity}: the chunk of frame {frame} is not the sealed one")
+
+def _require_sealed(chunk: Chunk, sealed: Mapping[int, ChunkRef]) -> None:
+    ref = sealed.get(chunk.frame)
+    if ref is None or (ref.digest, ref.content, ref.changed) != (chunk.digest, chunk.content, chunk.changed):
+        raise PayloadError(f"{chunk.identity}: the chunk of frame {chunk.frame} is not the sealed one")
 
 
 def _next(table: Mapping[S, Mapping[str, S]], state: S, event: str) -> S:

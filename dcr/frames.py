@@ -114,7 +114,7 @@ def decode(data: bytes) -> Layout:
     """
     try:
         tensors, specs = msgspec.msgpack.decode(data, type=tuple[tuple[TensorSpec, ...], tuple[FrameSpec, ...]])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise WireError(f"not a layout: {error}") from error
     return Layout(Schema(tensors), specs)
 
@@ -141,7 +141,13 @@ class SourceFrame:
 
 
 def plan(schema: Schema, shards: Sequence[Shard], frame_elems: int = FRAME_ELEMS) -> list[SourceFrame]:
-    """Cut a shard map into frames of about frame_elems elements, each of one dtype and one value map."""
+    """Cut a shard map into frames of about frame_elems elements, each of one dtype and one value map.
+
+    Raises:
+        LayoutError: frame_elems is not at least 1, or not below 2^32.
+    """
+    if not 0 < frame_elems < 1 << 32:
+        raise LayoutError(f"frames of {frame_elems} elements: expected 1 to 2^32 - 1")
     groups: dict[tuple[str, int], list[Shard]] = defaultdict(list)
     for shard in shards:
         groups[schema.tensors[shard.tensor].dtype, shard.kind].append(shard)
@@ -225,7 +231,8 @@ def _bind(index: int, spec: FrameSpec, schema: Schema, all_keys: Lanes) -> Frame
             raise LayoutError(f"frame {index}: tensor {region.tensor} is not in the schema")
         tensor, box = schema.tensors[region.tensor], region.box(first)
         low, high = box.there_bounds
-        if tensor.dtype != spec.dtype or low < 0 or high >= tensor.numel or any(n < 1 for n, _ in region.dims):
+        fits = low >= 0 and high < tensor.numel and box.numel <= tensor.numel and all(n > 0 for n, _ in region.dims)
+        if tensor.dtype != spec.dtype or not fits:
             raise LayoutError(f"frame {index}: a region does not fit {tensor.name} ({tensor.dtype}, {tensor.numel})")
         entries.append((0, local[region.tensor], box))
         first += box.numel

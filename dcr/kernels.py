@@ -87,7 +87,7 @@ def compare(table: Table, base: Bits, kind: int = NONE) -> tuple[Positions, Bits
         LayoutError: as for `read`, or `base` is not N contiguous elements of the width after the value map.
     """
     if not NATIVE:
-        return reference.compare(table, _of_size("base", base, table.numel), kind)
+        return reference.compare(table, _of_size("base", base, table.numel, TARGET_WIDTH[kind] or table.width), kind)
     try:
         return _native.compare(table.storages, table.rows, base, kind)
     except ValueError as error:
@@ -118,7 +118,8 @@ def scatter(table: Table, positions: Positions, bits: Bits) -> int:
             Nothing has been written.
     """
     if not NATIVE:
-        return reference.scatter(table, _ascending(positions, table.numel), _of_size("bits", bits, len(positions)))
+        bits = _of_size("bits", bits, len(positions), table.width)
+        return reference.scatter(table, _ascending(positions, table.numel), bits)
     try:
         return _native.scatter(table.storages, table.rows, positions, bits)
     except ValueError as error:
@@ -147,7 +148,7 @@ def digest_at(table: Table, keys: Lanes, positions: Positions, bits: Bits) -> La
     """
     if not NATIVE:
         positions = _ascending(positions, table.numel)
-        return reference.digest_at(table, keys, positions, _of_size("bits", bits, len(positions)))
+        return reference.digest_at(table, keys, positions, _of_size("bits", bits, len(positions), bits.itemsize))
     try:
         return _native.digest_at(table.storages, table.rows, keys, positions, bits)
     except ValueError as error:
@@ -160,7 +161,7 @@ def _ascending(positions: Positions, numel: int) -> Positions:
     return positions
 
 
-def _of_size(name: str, bits: Bits, size: int) -> Bits:
-    if bits.shape != (size,):
-        raise LayoutError(f"{name}: expected {size} elements, found shape {bits.shape}")
+def _of_size(name: str, bits: Bits, size: int, width: int) -> Bits:
+    if bits.shape != (size,) or bits.itemsize != width:
+        raise LayoutError(f"{name}: expected {size} elements of {width} bytes, found {bits.dtype} {bits.shape}")
     return bits

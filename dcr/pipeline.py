@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar, cast, overload
+from typing import Any, Final, Generic, Protocol, TypeVar, cast, overload
 
 import anyio
 import anyio.to_thread
@@ -30,6 +30,8 @@ F = TypeVar("F")
 G = TypeVar("G")
 Taken = TypeVar("Taken", covariant=True)
 Sent = TypeVar("Sent", contravariant=True)
+First = TypeVar("First")
+Last = TypeVar("Last")
 
 
 class Drop:
@@ -140,14 +142,17 @@ class Inbox(Generic[Taken]):
         self._meter.took(item, wait_s)
         return item
 
-    def close(self) -> None:
-        """Take no more: whoever sends to it is told, and what still waits is given up."""
+    def close(self) -> int:
+        """Take no more: whoever sends to it is told, and what still waits is given up. How many items that were."""
+        left = 0
         while True:
             try:
                 discard(self._stream.receive_nowait())
             except (anyio.WouldBlock, anyio.EndOfStream):
                 break
+            left += 1
         self._stream.close()
+        return left
 
 
 class Outbox(Generic[Sent]):
@@ -166,9 +171,8 @@ class Outbox(Generic[Sent]):
         Raises:
             StateError: the next stage returned although there was more to come.
         """
-        if self._sink is not None:
-            self._sink(item)
         if self._stream is None:
+            self._end(item)
             return
         with self.waiting():
             try:
@@ -187,6 +191,12 @@ class Outbox(Generic[Sent]):
         """Send no more: the next stage's inbox ends."""
         if self._stream is not None:
             self._stream.close()
+
+    def _end(self, item: Sent) -> None:
+        if self._sink is None:
+            discard(item)
+        else:
+            self._sink(item)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -226,7 +236,8 @@ async def serve(
                 if is_async:
                     result = await cast(Awaitable[B | Drop], work(item))
                 else:
-                    result = cast(B | Drop, await anyio.to_thread.run_sync(work, item, limiter=limiter))
+                    made = await anyio.to_thread.run_sync(work, item, limiter=limiter)
+                    result = cast(B | Drop, await made if inspect.isawaitable(made) else made)
             except BaseException as error:
                 discard(item)
                 if (where := getattr(item, "where", None)) is not None:
@@ -267,7 +278,7 @@ class FunctionStage(Generic[A, B]):
     ) -> None:
         self.function = function
         self.workers = workers
-        self.name = name or getattr(function, "__name__", type(function).__name__)
+        self.name: str = name or str(getattr(function, "__name__", type(function).__name__))
 
     def __call__(self, item: A) -> B | Drop | Awaitable[B | Drop]:
         return self.function(item)
@@ -276,12 +287,21 @@ class FunctionStage(Generic[A, B]):
         await serve(inbox, outbox, self.function, workers=self.workers)
 
 
+class Decorator(Protocol):
+    """What `stage(...)` with options gives: it makes a stage of a function."""
+
+    @overload
+    def __call__(self, function: Callable[[A], Awaitable[B | Drop]], /) -> FunctionStage[A, B]: ...
+    @overload
+    def __call__(self, function: Callable[[A], B | Drop], /) -> FunctionStage[A, B]: ...
+
+
 @overload
 def stage(function: Callable[[A], Awaitable[B | Drop]], /) -> FunctionStage[A, B]: ...
 @overload
 def stage(function: Callable[[A], B | Drop], /) -> FunctionStage[A, B]: ...
 @overload
-def stage(*, workers: int = 1, name: str | None = None) -> Callable[[Callable[[A], B | Drop]], FunctionStage[A, B]]: ...
+def stage(*, workers: int = 1, name: str | None = None) -> Decorator: ...
 def stage(function: Any = None, /, *, workers: int = 1, name: str | None = None) -> Any:
     """Make a stage of a function that takes one item and returns one, or DROP.
 
@@ -292,7 +312,7 @@ def stage(function: Any = None, /, *, workers: int = 1, name: str | None = None)
     return lambda decorated: FunctionStage(decorated, workers=workers, name=name)
 
 
-class Pipeline(Generic[A, B]):
+class Pipeline(Generic[First, Last]):
     """Stages in order, each taking what the one before it sends; a wrong order is a type error.
 
     depth: how many items may wait between two stages. A stage with an attribute `depth` sets its own outbox's.
@@ -336,7 +356,19 @@ class Pipeline(Generic[A, B]):
         depth: int = 2,
     ) -> None: ...
     @overload
-    def __init__(self: Pipeline[Any, Any], /, *stages: Stage[Any, Any], depth: int = 2) -> None: ...
+    def __init__(
+        self: Pipeline[Any, Any],
+        s1: Stage[Any, Any],
+        s2: Stage[Any, Any],
+        s3: Stage[Any, Any],
+        s4: Stage[Any, Any],
+        s5: Stage[Any, Any],
+        s6: Stage[Any, Any],
+        s7: Stage[Any, Any],
+        /,
+        *more: Stage[Any, Any],
+        depth: int = 2,
+    ) -> None: ...
     def __init__(self, /, *stages: Stage[Any, Any], depth: int = 2) -> None:
         if not stages:
             raise StateError("a pipeline needs at least one stage")
@@ -345,9 +377,9 @@ class Pipeline(Generic[A, B]):
 
     async def run(
         self,
-        items: Iterable[A] | AsyncIterable[A],
+        items: Iterable[First] | AsyncIterable[First],
         *,
-        into: Callable[[B], None] | None = None,
+        into: Callable[[Last], None] | None = None,
         version: int | None = None,
         observe: Observer = ignore,
     ) -> Summary:
@@ -364,7 +396,7 @@ class Pipeline(Generic[A, B]):
         return Summary(time.monotonic() - before, tuple(meter.statistics() for meter in meters))
 
     def _tasks(
-        self, items: Iterable[A] | AsyncIterable[A], meters: list[_Meter], into: Callable[[B], None] | None
+        self, items: Iterable[First] | AsyncIterable[First], meters: list[_Meter], into: Callable[[Last], None] | None
     ) -> list[Callable[[], Awaitable[None]]]:
         send, receive = anyio.create_memory_object_stream[Any](self._depth)
         tasks: list[Callable[[], Awaitable[None]]] = [_feed(items, send)]
@@ -404,13 +436,16 @@ def _staged(one: Stage[A, B], inbox: Inbox[A], outbox: Outbox[B], meter: _Meter)
     async def run() -> None:
         meter.started_s = time.monotonic()
         try:
-            await one.run(inbox, outbox)
+            try:
+                await one.run(inbox, outbox)
+            finally:
+                left = inbox.close()
+                outbox.close()
+                meter.ended()
+            if left:
+                raise StateError("it returned before its inbox was exhausted; read the inbox to its end")
         except Exception as error:
             error.add_note(f"in stage {one.name!r}")
             raise
-        finally:
-            meter.ended()
-            inbox.close()
-            outbox.close()
 
     return run

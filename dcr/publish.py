@@ -186,6 +186,7 @@ class Publisher:
         bits, lanes = await anyio.to_thread.run_sync(self._scan)
         if digest.root(lanes) == head.root:
             self._baseline.adopt(bits, head.identity, lanes)
+            self.heal_set.forget(head.identity.version)
 
     def _scan(self) -> tuple[list[Bits], Lanes]:
         """The source's canonical bits per frame, and their digest. Blocking."""
@@ -405,7 +406,8 @@ class Publisher:
             indices = await anyio.to_thread.run_sync(self._baseline.fold, votes.identity)
             if base is not None:
                 self.heal_set.add(votes.identity.version, indices)
-            self.heal_set.forget(self._roster.oldest)
+            oldest = self._roster.oldest  # with no member that holds any, whoever comes is seeded
+            self.heal_set.forget(votes.identity.version if oldest is None else oldest)
             with anyio.move_on_after(ABORT_TIMEOUT_S):
                 await self._link.send(Message(Commit(votes.identity)))
 

@@ -67,8 +67,8 @@ class Schema:
         for spec in self.tensors:
             if spec.dtype not in WIDTHS:
                 raise SchemaError(f"{spec.name}: dtype {spec.dtype!r} is not one of {', '.join(WIDTHS)}")
-            if any(n < 0 for n in spec.shape):
-                raise SchemaError(f"{spec.name}: shape {spec.shape} has a negative extent")
+            if any(not 0 <= n < 1 << 62 for n in spec.shape) or spec.numel >= 1 << 62:
+                raise SchemaError(f"{spec.name}: shape {spec.shape} has a negative extent, or 2^62 elements or more")
             for name in (spec.name, *spec.aliases):
                 if name in seen:
                     raise SchemaError(f"the name {name!r} occurs twice; each canonical tensor has one owner")

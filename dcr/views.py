@@ -58,6 +58,7 @@ class Table:
         if len({storage.dtype for storage in self.storages}) > 1:
             raise LayoutError("the storages of one table must have one width")
         sizes = _padded_sizes(self.rows)
+        _require_small(self.rows, sizes)
         lengths = np.array([len(storage) for storage in self.storages], np.int64)
         low, high = _bounds(self.rows[:, HERE], sizes, self.rows[:, HERE_STRIDES])
         storage = self.rows[:, STORAGE]
@@ -109,6 +110,17 @@ def _padded_sizes(rows: Rows) -> Rows:
     """Extents [B, MAX_DIMS], 1 beyond a row's dimensions."""
     used = np.arange(MAX_DIMS) < rows[:, NDIM, None]
     return np.where(used, rows[:, SIZES], 1)
+
+
+def _require_small(rows: Rows, sizes: Rows) -> None:
+    """Nothing that is computed from these rows wraps round 64 bits; floats are exact enough to tell."""
+    reach = np.abs(rows[:, HERE].astype(float)) + (np.abs(sizes.astype(float)) * np.abs(rows[:, HERE_STRIDES])).sum(
+        axis=1
+    )
+    if (reach >= 2.0**62).any() or (sizes.astype(float).prod(axis=1) >= 2.0**32).any():
+        raise LayoutError(
+            "a row reaches over 2^62 elements of its storage, or has 2^32 elements or more: positions are 32-bit"
+        )
 
 
 def _bounds(first: Rows, sizes: Rows, strides: Rows) -> tuple[Rows, Rows]:

@@ -220,7 +220,7 @@ class Reader:
             raise WireError("a header does not match its crc32: it was changed on the way")
         try:
             return Message(_DECODER.decode(raw), body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise WireError(f"a header does not decode: {error}") from error
 
 

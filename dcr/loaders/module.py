@@ -33,8 +33,8 @@ class ModuleLoader:
     def bind(self, layout: Layout) -> None:
         """See `dcr.seams.Loader.bind`."""
         tensors = tensors_of(self._module)
-        require_separate(tensors)
         storages, index = storages_of(tensors)
+        require_separate(tensors)
         by_name = {name: number for number, tied in enumerate(tensors) for name in tied.names}
         places: list[Place] = []
         owner: dict[int, str] = {}

@@ -35,6 +35,7 @@ class ModuleSource:
             raise SchemaError(f"{type(module).__name__} has neither parameters nor persistent buffers")
         self._homes = [tied.home for tied in self._tensors]
         self._storages, index = storages_of(self._tensors)
+        _require_matches(dtype, self._tensors)
         wanted = [_canonical_dtype(tied, dtype) for tied in self._tensors]
         self.schema = Schema(
             tuple(
@@ -59,6 +60,15 @@ class ModuleSource:
         if homes:
             raise StorageRebound(f"{next(iter(homes))} was added since the source was made; make a new one")
         return self._storages
+
+
+def _require_matches(dtype: str | Mapping[str, str] | None, tensors: Sequence[Tied]) -> None:
+    """A pattern that fits no name is a mistake: what it meant stays as it is."""
+    for pattern in () if dtype is None or isinstance(dtype, str) else dtype:
+        if not any(fnmatchcase(tied.name, pattern) for tied in tensors):
+            raise SchemaError(
+                f"the pattern {pattern!r} fits no tensor; names here are {tensors[0].name!r} and the like"
+            )
 
 
 def _canonical_dtype(tied: Tied, dtype: str | Mapping[str, str] | None) -> str:

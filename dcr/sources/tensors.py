@@ -6,12 +6,12 @@ of one storage are tied: they have one owner, the name that comes first.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dcr.boxes import Box, is_injective, whole
 from dcr.errors import LayoutError, SchemaError
@@ -41,6 +41,19 @@ class Tied:
         tensor = self.tensor
         storage = tensor.untyped_storage().data_ptr()
         return storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), self.dtype
+
+    def span(self) -> tuple[int, int]:
+        """Addresses of its first and of its last byte."""
+        low, high = self.box().here_bounds
+        start, width = self.tensor.untyped_storage().data_ptr(), self.tensor.element_size()
+        return start + low * width, start + (high + 1) * width - 1
+
+    def octets(self, memory: NDArray[np.uint8], origin: int) -> NDArray[np.uint8]:
+        """Its bytes, as a view of a picture of the memory that begins at the address `origin`."""
+        tensor, width = self.tensor, self.tensor.element_size()
+        return np.lib.stride_tricks.as_strided(
+            memory[self.span()[0] - origin :], (*tensor.shape, width), (*(width * s for s in tensor.stride()), 1)
+        )
 
     def box(self) -> Box:
         """From its storage to canonical coordinates."""
@@ -86,23 +99,24 @@ def storages_of(tensors: Sequence[Tied]) -> tuple[list[Bits], list[int]]:
 
 
 def require_separate(tensors: Sequence[Tied]) -> None:
-    """Writable tensors: no element of memory may belong to two of them, or twice to one.
+    """Writable tensors: no byte of memory may belong to two of them, or twice to one.
 
     Raises:
         LayoutError: names the tensors.
     """
-    by_storage: dict[int, list[Tied]] = {}
     for tied in tensors:
-        box = tied.box()
-        if not is_injective([(dim.n, dim.here) for dim in box.dims]):
+        if not is_injective([(dim.n, dim.here) for dim in tied.box().dims]):
             raise LayoutError(f"{tied.name} is expanded (stride {tied.tensor.stride()}): it has no memory of its own")
-        if box.numel:
-            by_storage.setdefault(tied.tensor.untyped_storage().data_ptr(), []).append(tied)
-    for group in by_storage.values():
-        group.sort(key=lambda tied: tied.box().here_bounds)
-        for before, tied in itertools.pairwise(group):
-            if before.box().here_bounds[1] >= tied.box().here_bounds[0] and _overlap(group):
-                raise LayoutError(f"{before.name} and {tied.name} share part of their memory")
+    cluster: list[Tied] = []
+    end = 0
+    for tied in sorted((tied for tied in tensors if tied.tensor.numel()), key=lambda tied: tied.span()):
+        first, last = tied.span()
+        if first > end:
+            _require_disjoint(cluster)
+            cluster = []
+        cluster.append(tied)
+        end = max(end, last)
+    _require_disjoint(cluster)
 
 
 def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -136,11 +150,17 @@ def _flat(tensor: torch.Tensor) -> Bits:
     return flat
 
 
-def _overlap(group: Sequence[Tied]) -> bool:
-    """True if some element of one storage belongs to two tensors; exact, and only asked where bounds overlap."""
-    taken = np.zeros(group[0].tensor.untyped_storage().nbytes() // group[0].tensor.element_size(), np.uint8)
-    for tied in group:
-        tensor = tied.tensor
-        view = np.lib.stride_tricks.as_strided(taken[tensor.storage_offset() :], tensor.shape, tensor.stride())
-        view += 1
-    return bool((taken > 1).any())
+def _require_disjoint(cluster: Sequence[Tied]) -> None:
+    """Tensors whose spans overlap may be interleaved, but not share a byte; the memory this takes is the span's."""
+    if len(cluster) < 2:
+        return
+    origin = cluster[0].span()[0]
+    taken = np.zeros(max(tied.span()[1] for tied in cluster) - origin + 1, np.uint8)
+    for number, tied in enumerate(cluster):
+        octets = tied.octets(taken, origin)
+        if octets.any():
+            taken[:] = 0
+            octets[...] = 1
+            other = next(before for before in cluster[:number] if before.octets(taken, origin).any())
+            raise LayoutError(f"{other.name} and {tied.name} share part of their memory")
+        octets[...] = 1
