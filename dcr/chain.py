@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dcr.errors import IncompleteError, PayloadError
@@ -46,6 +47,12 @@ async def back_from(store: Store, head: Identity, *, until: Identity | None) -> 
             raise PayloadError(f"{at} claims to start from {base}, which is not older: the store is damaged")
         at = base
     return links[::-1]
+
+
+def committed(links: Sequence[Stored], head: Identity) -> list[Identity]:
+    """The versions that the links of a chain to `head` lead to; an anchor beside one has an identity of its own."""
+    bases = (link.open.base for link in links[1:])
+    return [*(base for base in bases if base is not None), head]
 
 
 async def anchor_of(store: Store, link: Stored) -> Stored | None:

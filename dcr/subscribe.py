@@ -203,9 +203,9 @@ class Subscriber:
         links = await chain.back_from(store, head, until=None)
         await self._rank.bind(links[-1].opened)
         root = self._rank.root
-        for link in reversed(links):
+        for link, identity in zip(reversed(links), reversed(chain.committed(links, head)), strict=True):
             if link.seal.root == root and link.open.layout == self._rank.layout.digest:
-                self._hold(link.open.identity)
+                self._hold(identity)
                 return
 
     def _hold(self, identity: Identity) -> None:
@@ -222,8 +222,7 @@ class Subscriber:
                 return
             links = await self._links(store, head)
             if self._holds is None or links[0].open.base is None:
-                version = Version(links[-1].open.identity, "seed", None)
-                await self._offer(version, partial(self._seed, store, links))
+                await self._offer(Version(head, "seed", None), partial(self._seed, store, links, head))
             else:
                 await self._follow(store, links[0])
 
@@ -247,9 +246,9 @@ class Subscriber:
         self._move("head_names_it")
         await self._offer_prepared(prepared)
 
-    async def _seed(self, store: Store, links: list[chain.Stored]) -> Exception | None:
+    async def _seed(self, store: Store, links: list[chain.Stored], identity: Identity) -> Exception | None:
         """Write stored versions over whatever live memory holds: an anchor, and the deltas after it."""
-        began_s, identity = time.monotonic(), links[-1].open.identity
+        began_s = time.monotonic()
         if self._holds is not None:
             self._holds = None
             self._move("lost_trust")
