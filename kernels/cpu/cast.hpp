@@ -1,5 +1,5 @@
 // Value maps, float32 bits to 16-bit bits: round to nearest even, denormals kept, overflow to infinity, and every NaN
-// becomes the one quiet, positive NaN. Branch-free integer code (but for one addition), so that loops over it vectorise.
+// becomes the one quiet, positive NaN. Integer code without branches (but for one addition), so that loops vectorise.
 #pragma once
 
 #include <bit>

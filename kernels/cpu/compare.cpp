@@ -66,7 +66,9 @@ Changes compare(const Table& table, const void* base, int kind) {
     if (kind != NONE)
         compare_cast(table, static_cast<const uint16_t*>(base), kind, found);
     else
-        with_width(table.width, [&](auto zero) { compare_bits(table, static_cast<const decltype(zero)*>(base), found); });
+        with_width(table.width, [&](auto zero) {
+            compare_bits(table, static_cast<const decltype(zero)*>(base), found);
+        });
     return found;
 }
 

@@ -9,7 +9,9 @@ namespace {
 
 constexpr size_t BATCH = 256;
 
-Key key_of(const Region& region, const uint64_t* keys) { return {keys[2 * region.tensor], keys[2 * region.tensor + 1]}; }
+Key key_of(const Region& region, const uint64_t* keys) {
+    return {keys[2 * region.tensor], keys[2 * region.tensor + 1]};
+}
 
 void add(const Region& region, Sums part, uint64_t* sums) {
     sums[2 * region.tensor] += part.x;

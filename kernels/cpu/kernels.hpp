@@ -46,13 +46,13 @@ Changes compare(const Table& table, const void* base, int kind);
 void gather(const Table& table, const uint32_t* positions, size_t K, void* out);
 
 // positions [K], bits [K]: writes all of them, then reads all of them back; returns how many do not hold their bits.
-//                                                       Moves 2 K (4 + b) + three times one cache line per line touched.
+//                                                      Moves 2 K (4 + b) + three times one cache line per line touched.
 size_t scatter(const Table& table, const uint32_t* positions, const void* bits, size_t K);
 
 // keys and sums [T, 2]: adds the digest lanes of all elements, after the value map.                  Moves N b.
 void digest(const Table& table, const uint64_t* keys, int kind, uint64_t* sums);
 
-// The same over positions [K], as if they held bits [K] of `width` bytes; no storage is read.        Moves K (4 + width).
+// The same over positions [K], as if they held bits [K] of `width` bytes; no storage is read.       Moves K (4 + width).
 void digest_at(const Table& table, const uint64_t* keys, const uint32_t* positions, const void* bits, size_t width,
                size_t K, uint64_t* sums);
 

@@ -8,7 +8,8 @@
 #if defined(__clang__)
 #define DCR_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,popcnt")))
 #else  // gcc keeps plain loops to 32 bytes unless it is told
-#define DCR_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,popcnt,prefer-vector-width=512")))
+#define DCR_TARGET \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,popcnt,prefer-vector-width=512")))
 #endif
 
 namespace dcr {
@@ -34,7 +35,8 @@ DCR_TARGET DCR_INLINE __m512i pack(uint64_t mask, __m512i v, uint64_t) {
 // Appends the masked lanes of `now`, whose first lane has `number`. Whole vectors are stored, hence SLACK; storing
 // packed lanes straight to memory (compressstore) is much slower on Zen 4.
 template <class W>
-DCR_TARGET DCR_INLINE size_t append(uint64_t mask, __m512i now, uint32_t number, size_t k, uint32_t* positions, W* bits) {
+DCR_TARGET DCR_INLINE size_t append(uint64_t mask, __m512i now, uint32_t number, size_t k, uint32_t* positions,
+                                    W* bits) {
     const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     _mm512_storeu_si512(bits + k, pack(mask, now, W{}));
     for (size_t lane = 0; lane < 64 / sizeof(W); lane += 16) {

@@ -31,8 +31,7 @@ uint64_t count(const int64_t* row, size_t index) {
     uint64_t numel = 1;
     for (int d = 0; d < ndim; ++d) {
         if (__builtin_mul_overflow(numel, uint64_t(sizes[d]), &numel) || numel >> 32)
-            throw std::invalid_argument("row " + std::to_string(index) +
-                                        " alone holds 2^32 elements or more: positions are 32-bit, split it into frames");
+            refuse(index, "alone holds 2^32 elements or more: positions are 32-bit, split it into frames");
     }
     return numel;
 }
@@ -44,7 +43,8 @@ void check_bounds(const int64_t* row, size_t index, const Array& storage) {
         (reach < 0 ? low : high) += reach;
     }
     if (low < 0 || high >= Wide(storage.size))
-        refuse(index, "leaves storage " + std::to_string(row[STORAGE]) + " of " + std::to_string(storage.size) + " elements");
+        refuse(index, "leaves storage " + std::to_string(row[STORAGE]) + ", which has " + std::to_string(storage.size) +
+                          " elements");
 }
 
 // A side that stands still (stride 0) merges too: 0 == 0 * n.
@@ -62,7 +62,8 @@ Region region_of(const int64_t* row, Follow follow) {
                         follow == Follow::HERE ? 0 : uint64_t(column[2 * MAX_DIMS])};
     }
     if (follow == Follow::BOTH)
-        std::stable_sort(dims, dims + ndim, [](const Dim& a, const Dim& b) { return std::abs(a.here) > std::abs(b.here); });
+        std::stable_sort(dims, dims + ndim,
+                         [](const Dim& a, const Dim& b) { return std::abs(a.here) > std::abs(b.here); });
 
     Region region{};
     region.here0 = row[HERE];
@@ -81,11 +82,13 @@ Region region_of(const int64_t* row, Follow follow) {
 
 }  // namespace
 
-Table::Table(const std::vector<Array>& storages, const int64_t* rows, size_t B, Follow follow, int64_t tensors, bool write) {
+Table::Table(const std::vector<Array>& storages, const int64_t* rows, size_t B, Follow follow, int64_t tensors,
+             bool write) {
     for (const Array& storage : storages) {
         if (storage.width != storages.front().width)
             throw std::invalid_argument("the storages of one table must have one width, found " +
-                                        std::to_string(storages.front().width) + " and " + std::to_string(storage.width));
+                                        std::to_string(storages.front().width) + " and " +
+                                        std::to_string(storage.width));
     }
     width = storages.empty() ? 0 : storages.front().width;
     regions.reserve(B);
