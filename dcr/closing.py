@@ -1,11 +1,35 @@
-"""Leaving an end that owns tasks, with whatever exception is on its way."""
+"""Entering and leaving an end that owns tasks: its work is done in those tasks, its user only waits."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
 
 import anyio
+from anyio.abc import TaskGroup
+
+
+async def started(group: TaskGroup, start: Callable[[], Awaitable[None]]) -> None:
+    """Run `start` in a task of the group and wait for it.
+
+    A user who is cancelled by `task.cancel()` would leave work in a thread behind; a task of the group waits for it.
+
+    Raises: what `start` raised, as it is.
+    """
+    ended, errors = anyio.Event(), list[Exception]()
+
+    async def run() -> None:
+        try:
+            await start()
+        except Exception as error:
+            errors.append(error)
+        ended.set()
+
+    group.start_soon(run)
+    await ended.wait()
+    if errors:
+        raise errors[0]
 
 
 async def close(

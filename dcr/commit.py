@@ -41,7 +41,7 @@ class Sender(enum.Enum):
 SENDER: Mapping[Sender, Mapping[str, Sender]] = {
     Sender.SENDING: {"sealed": Sender.VOTING, "gave_up": Sender.ABORTED},
     Sender.VOTING: {"quorum": Sender.SWAPPING, "gave_up": Sender.ABORTED},
-    Sender.SWAPPING: {"swapped": Sender.COMMITTED, "lost": Sender.FENCED, "no_answer": Sender.UNKNOWN},
+    Sender.SWAPPING: {"swapped": Sender.COMMITTED, "refused": Sender.UNKNOWN, "no_answer": Sender.UNKNOWN},
     Sender.UNKNOWN: {"head_is_ours": Sender.COMMITTED, "head_is_base": Sender.SWAPPING, "lost": Sender.FENCED},
     Sender.COMMITTED: {},
     Sender.ABORTED: {},

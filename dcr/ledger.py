@@ -13,9 +13,8 @@ from dcr.wire import Head, Identity
 class Headship:
     """The head as this publisher left it. Whoever takes a later term ends it."""
 
-    def __init__(self, ledger: Ledger, head: Head, tag: bytes) -> None:
+    def __init__(self, ledger: Ledger, head: Head) -> None:
         self._ledger = ledger
-        self._tag = tag
         self.head = head
 
     @classmethod
@@ -28,34 +27,33 @@ class Headship:
             else:
                 ours = Head(head.run, head.term + 1, head.identity, head.root)
             if await ledger.swap(ours, tag):
-                now, tag = await ledger.read()
-                if now == ours:
-                    return cls(ledger, ours, tag)
+                return cls(ledger, ours)
 
     async def move(self, identity: Identity, root: bytes) -> None:
-        """Make a sealed attempt the version. A swap without an answer is read back, never retried blind.
+        """Make a sealed attempt the version. A swap without an answer, or refused, is read back, never retried blind.
 
         Raises:
             Fenced: the head is another publisher's; the attempt is not, and will not be, the version.
             Exception: the head can be neither swapped nor read: whether it moved is not known.
         """
+        now, tag = await self._ledger.read()
+        state = Sender.SWAPPING if now == self.head else Sender.FENCED
         ours = Head(self.head.run, self.head.term, identity, root)
-        state = Sender.SWAPPING
+        failure: Exception | None = None
         while state is not Sender.COMMITTED:
-            failure: Exception | None = None
+            if state is Sender.FENCED:
+                raise Fenced(f"{identity} was not committed: another publisher has moved the head since") from failure
             try:
-                event = "swapped" if await self._ledger.swap(ours, self._tag) else "lost"
+                event = "swapped" if await self._ledger.swap(ours, tag) else "refused"
             except Exception as error:
                 event, failure = "no_answer", error
             state = after(state, event)
             if state is Sender.UNKNOWN:
-                state = await self._read_back(ours, failure)
-            if state is Sender.FENCED:
-                raise Fenced(f"{identity} was not committed: another publisher has moved the head since") from failure
+                state = await self._read_back(ours, tag, failure)
         self.head = ours
-        _, self._tag = await self._ledger.read()
 
-    async def _read_back(self, ours: Head, failure: Exception | None) -> Sender:
+    async def _read_back(self, ours: Head, base: bytes, failure: Exception | None) -> Sender:
+        """What has become of a swap; a refusal may answer a second try of one that had worked."""
         try:
             head, tag = await self._ledger.read()
         except Exception as error:
@@ -63,4 +61,4 @@ class Headship:
             raise
         if head == ours:
             return after(Sender.UNKNOWN, "head_is_ours")
-        return after(Sender.UNKNOWN, "head_is_base" if tag == self._tag else "lost")
+        return after(Sender.UNKNOWN, "head_is_base" if tag == base else "lost")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar, cast, overload
 
@@ -148,7 +148,7 @@ class Inbox(Generic[Taken]):
         while True:
             try:
                 discard(self._stream.receive_nowait())
-            except (anyio.WouldBlock, anyio.EndOfStream):
+            except (anyio.WouldBlock, anyio.EndOfStream, anyio.ClosedResourceError):
                 break
             left += 1
         self._stream.close()
@@ -390,21 +390,29 @@ class Pipeline(Generic[First, Last]):
         Raises: the first error of any stage, bare, with notes that name stage and item.
         """
         meters = [_Meter(stage.name, getattr(stage, "workers", 1), version, observe) for stage in self._stages]
-        tasks = self._tasks(items, meters, into)
-        before = time.monotonic()
-        await gather_bare(tasks)
-        return Summary(time.monotonic() - before, tuple(meter.statistics() for meter in meters))
+        before_s = time.monotonic()
+        with ExitStack() as streams:
+            await gather_bare(self._tasks(items, meters, into, streams))
+        return Summary(time.monotonic() - before_s, tuple(meter.statistics() for meter in meters))
 
     def _tasks(
-        self, items: Iterable[First] | AsyncIterable[First], meters: list[_Meter], into: Callable[[Last], None] | None
+        self,
+        items: Iterable[First] | AsyncIterable[First],
+        meters: list[_Meter],
+        into: Callable[[Last], None] | None,
+        streams: ExitStack,
     ) -> list[Callable[[], Awaitable[None]]]:
+        """What runs: the feeder and each stage. All queues between them are closed with `streams`."""
         send, receive = anyio.create_memory_object_stream[Any](self._depth)
+        streams.enter_context(send)
         tasks: list[Callable[[], Awaitable[None]]] = [_feed(items, send)]
         for index, (one, meter) in enumerate(zip(self._stages, meters, strict=True)):
             inbox, onward = Inbox(receive, meter), None
             if index + 1 < len(self._stages):
                 onward, receive = anyio.create_memory_object_stream[Any](getattr(one, "depth", self._depth))
             outbox = Outbox(onward, None if onward else into, meter)
+            streams.callback(inbox.close)
+            streams.callback(outbox.close)
             tasks.append(_staged(one, inbox, outbox, meter))
         return tasks
 

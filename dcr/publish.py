@@ -21,7 +21,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from dcr import digest, frames, kernels, plugins
 from dcr.baseline import Baseline, HealSet
 from dcr.budget import ByteBudget, MiB
-from dcr.closing import close
+from dcr.closing import close, started
 from dcr.commit import Votes
 from dcr.errors import DcrError, DigestMismatch, StateError, VoteError, WireError
 from dcr.frames import FRAME_ELEMS, Layout
@@ -144,22 +144,30 @@ class Publisher:
     # ------------------------------------------------------------------ life
 
     async def __aenter__(self) -> Publisher:
-        async with AsyncExitStack() as stack:
+        self._stack = stack = AsyncExitStack()
+        try:
             self._run: Run = await stack.enter_async_context(self._transport.open(self._url))
             self._link = await stack.enter_async_context(self._run.sender())
-            self._plan = frames.plan(self._source.schema, self._source.shards, self._frame_elems)
-            layout = Layout(self._source.schema, tuple(one.spec for one in self._plan))
-            self._opening = frames.encode(layout)
-            self._baseline = Baseline(layout)
-            self._headship = await Headship.take(self._run.ledger)
-            await self._resume()
             send, receive = anyio.create_memory_object_stream[Refit](1)
-            self._requests = await stack.enter_async_context(send)
+            self._requests = stack.enter_context(send)
+            stack.enter_context(receive)
             self._group = await stack.enter_async_context(anyio.create_task_group())
+            stack.callback(self._group.cancel_scope.cancel)
+            await started(self._group, self._start)
             self._group.start_soon(self._listen)
             self._group.start_soon(self._work, receive)
-            self._stack = stack.pop_all()
+        except BaseException as error:
+            await close(stack, type(error), error, error.__traceback__)
+            raise
         return self
+
+    async def _start(self) -> None:
+        self._plan = frames.plan(self._source.schema, self._source.shards, self._frame_elems)
+        layout = Layout(self._source.schema, tuple(one.spec for one in self._plan))
+        self._opening = frames.encode(layout)
+        self._baseline = Baseline(layout)
+        self._headship = await Headship.take(self._run.ledger)
+        await self._resume()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
@@ -168,7 +176,6 @@ class Publisher:
             if error is None:
                 await self._settled()
         finally:
-            self._group.cancel_scope.cancel()
             await close(self._stack, kind, error, at)
 
     async def _settled(self) -> None:
@@ -213,17 +220,16 @@ class Publisher:
                 self._roster.receive(message)
 
     async def _work(self, requests: MemoryObjectReceiveStream[Refit]) -> None:
-        async with requests:
-            async for refit in requests:
-                try:
-                    await self._publish(refit)
-                except Exception as error:
-                    error.add_note(f"publishing version {refit.version}")
-                    refit.fail(error)
-                    self._emit("failed", refit.version, detail=str(error))
-                except BaseException:
-                    refit.fail(StateError(f"the publisher was closed while version {refit.version} was in flight"))
-                    raise
+        async for refit in requests:
+            try:
+                await self._publish(refit)
+            except Exception as error:
+                error.add_note(f"publishing version {refit.version}")
+                refit.fail(error)
+                self._emit("failed", refit.version, detail=str(error))
+            except BaseException:
+                refit.fail(StateError(f"the publisher was closed while version {refit.version} was in flight"))
+                raise
 
     def _emit(self, name: str, version: int, **rest: Any) -> None:
         self._observe(Event(name, version, **rest))

@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any
 
 import anyio
-from anyio.streams.memory import MemoryObjectSendStream
 
 from dcr import chain, plugins
 from dcr.budget import ByteBudget, MiB
@@ -25,6 +24,7 @@ from dcr.commit import MAY_SERVE, Member, Receipt, member_after
 from dcr.errors import (
     BaseMismatch,
     DcrError,
+    DigestMismatch,
     IncompleteError,
     PayloadError,
     Poisoned,
@@ -99,6 +99,7 @@ class Subscriber:
         self._state = Member.EMPTY
         self._offered: Version | None = None
         self._error: Exception | None = None
+        self._begun = anyio.Event()
 
     # ------------------------------------------------------------------ what its user calls
 
@@ -134,34 +135,48 @@ class Subscriber:
     # ------------------------------------------------------------------ life
 
     async def __aenter__(self) -> Subscriber:
-        async with AsyncExitStack() as stack:
+        self._stack = stack = AsyncExitStack()
+        try:
             self._run: Run = await stack.enter_async_context(self._transport.open(self._url))
             self._link = await stack.enter_async_context(self._run.member(self._ref))
             self._mail = _Mail(self._link)
-            await self._recognise()
-            stack.push_async_callback(self._leave)  # after everything that may still say that this member takes part
-            await self._link.send(Message(Join(self._ref, self._holds)))
-            send, self._offers = anyio.create_memory_object_stream[Version](1)
-            stack.callback(self._offers.close)
+            self._offer_to, self._offers = anyio.create_memory_object_stream[Version](1)
+            stack.enter_context(self._offer_to)
+            stack.enter_context(self._offers)
             self._group = await stack.enter_async_context(anyio.create_task_group())
-            self._group.start_soon(self._work, send)
-            self._stack = stack.pop_all()
+            stack.callback(self._group.cancel_scope.cancel)
+            self._group.start_soon(self._live)
+            await self._begun.wait()
+            if self._error is not None:
+                raise self._error
+        except BaseException as error:
+            await close(stack, type(error), error, error.__traceback__)
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        self._group.cancel_scope.cancel()
         await close(self._stack, kind, error, at)
 
-    async def _leave(self) -> None:
-        with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
-            await self._link.send(Message(Leave(self._ref)))
+    async def _live(self) -> None:
+        """All of this member's work, in one task: so that leaving comes last, however its user is cancelled."""
+        try:
+            await self._work()
+        finally:
+            self._begun.set()
+            with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
+                try:
+                    await self._link.send(Message(Leave(self._ref)))
+                except (DcrError, OSError) as error:
+                    self._emit("failed", detail=f"it could not say that it leaves: {error}")
 
-    async def _work(self, offers: MemoryObjectSendStream[Version]) -> None:
-        self._offer_to = offers
-        async with offers:
+    async def _work(self) -> None:
+        with self._offer_to:
             try:
+                await self._recognise()
+                await self._link.send(Message(Join(self._ref, self._holds)))
+                self._begun.set()
                 while True:
                     await self._catch_up()
                     message = await self._next()
@@ -239,7 +254,7 @@ class Subscriber:
         self._move("opened")
         try:
             prepared = await self._prepare(link.opened, link.open, store=store)
-        except BaseMismatch as error:
+        except (BaseMismatch, DigestMismatch) as error:
             await self._doubt(link.open.identity, error)
             return
         self._move("prepared")
@@ -278,7 +293,7 @@ class Subscriber:
             prepared = await self._vote(opened, header)
         except Aborted as error:
             self._emit("aborted", identity.version, detail=str(error))
-        except BaseMismatch as error:
+        except (BaseMismatch, DigestMismatch) as error:
             await self._refuse(identity, error)
             await self._doubt(identity, error)
             return
@@ -363,8 +378,8 @@ class Subscriber:
         if not isinstance(error, RunMismatch):
             await self._link.send(Message(Nack(self._ref, identity, self._holds, reason)))
 
-    async def _doubt(self, identity: Identity, error: BaseMismatch) -> None:
-        """Old bits were not those expected: look at what live memory really holds before anybody is blamed."""
+    async def _doubt(self, identity: Identity, error: BaseMismatch | DigestMismatch) -> None:
+        """Old or new bits are not those expected: look at what live memory really holds before anybody is blamed."""
         if self._holds is None:
             return
         believed = self._rank.root

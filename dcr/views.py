@@ -125,5 +125,5 @@ def _require_small(rows: Rows, sizes: Rows) -> None:
 
 def _bounds(first: Rows, sizes: Rows, strides: Rows) -> tuple[Rows, Rows]:
     """Lowest and highest element [B] that each row touches."""
-    reach = (sizes - 1) * strides
+    reach = np.where(sizes.min(axis=1, keepdims=True, initial=1) > 0, (sizes - 1) * strides, 0)
     return first + np.minimum(reach, 0).sum(axis=1), first + np.maximum(reach, 0).sum(axis=1)
