@@ -1,9 +1,11 @@
 """Codecs: a change of one frame to bytes and back. Pure; every size is checked before it is allocated.
 
-Layout of a body (all integers little-endian, as on every machine that dcr runs on):
+    N  elements of a frame      K  changed elements      n  bytes of a stream
+
+Layout of a body (all integers little-endian, as on every machine that dcr runs on; docs/format.md has an example):
 
     format   1 byte   one of RAW_SPARSE, RAW_DENSE, GAPS_SPARSE, PLANES_DENSE
-    streams  each:    encoding 1 byte (0 stored, 1 zstd), raw size 4 bytes, encoded size 4 bytes, the bytes
+    streams  each:    encoding 1 byte (STORED, ZSTD, HUFFMAN), raw size 4 bytes, encoded size 4 bytes, the bytes
 
     RAW_SPARSE    positions uint32 [K], values [K]
     RAW_DENSE     values [N]
@@ -28,13 +30,15 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from dcr.errors import PayloadError
+from dcr import kernels
+from dcr.coding import ESCAPE, Octets
+from dcr.errors import LayoutError, PayloadError
 from dcr.patch import Change, Operation
 from dcr.views import UNSIGNED, Bits, Positions
 
 RAW_SPARSE, RAW_DENSE, GAPS_SPARSE, PLANES_DENSE = range(4)
-STORED, ZSTD = range(2)
-ESCAPE = 255
+STORED, ZSTD, HUFFMAN = range(3)
+SHORT = 32  # bytes: no encoding is tried for streams below it
 _STREAM = struct.Struct("<BII")
 
 
@@ -59,37 +63,40 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Byte gaps and step symbols as separate streams, each coded by zstd where that is smaller."""
+    """Byte gaps and step symbols as separate streams; a change that is larger so than raw stays raw.
 
-    name: str = "gaps"
+    entropy: whether each stream is coded by whatever makes it smallest, or stored as it is.
+    """
+
+    name: str
+    entropy: bool
     needs_base: bool = False
-    level: int = 1
 
     def encode(self, change: Change, numel: int) -> bytes:
-        """See `dcr.seams.Codec.encode`."""
-        del numel
+        """See `dcr.seams.Codec.encode`.
+
+        Raises:
+            LayoutError: positions do not ascend strictly.
+        """
         if change.positions is None:
-            return _join(PLANES_DENSE, [self._packed(plane) for plane in _planes(change.values)])
-        gaps, (symbols, exceptions) = gaps_of(change.positions), symbols_of(change.values)
-        return _join(GAPS_SPARSE, [self._packed(gaps), self._packed(symbols), self._packed(exceptions.view(np.uint8))])
+            if not self.entropy:
+                return RAW.encode(change, numel)
+            return _join(PLANES_DENSE, [_smallest(plane, structured=True) for plane in _planes(change.values)])
+        coded = _stored if not self.entropy else _smallest
+        gaps, (symbols, exceptions) = kernels.gaps_of(change.positions), kernels.symbols_of(change.values)
+        body = _join(GAPS_SPARSE, [coded(gaps), coded(symbols), coded(exceptions.view(np.uint8))])
+        if len(body) > raw_sparse_bytes(change):
+            return RAW.encode(change, numel)
+        return body
 
     def decode(self, body: bytes, *, operation: Operation, changed: int, numel: int, width: int) -> Change:
         """See `decode`."""
         return decode(body, operation=operation, changed=changed, numel=numel, width=width)
 
-    def _packed(self, raw: NDArray[Any]) -> bytes:
-        """One stream: zstd with small hash tables and long matches, which suits bytes without structure."""
-        parameters = zstandard.ZstdCompressionParameters.from_level(
-            self.level, strategy=zstandard.STRATEGY_FAST, hash_log=6, min_match=7, window_log=17, source_size=raw.nbytes
-        )
-        packed = zstandard.ZstdCompressor(compression_params=parameters).compress(raw.tobytes())
-        if len(packed) >= raw.nbytes:
-            return _stored(raw)
-        return _STREAM.pack(ZSTD, raw.nbytes, len(packed)) + packed
-
 
 RAW = Raw()
-GAPS = Gaps()
+FAST = Gaps("fast", entropy=False)
+GAPS = BALANCED = Gaps("gaps", entropy=True)  # chunks carry the older name: every reader finds that one
 
 
 def decode(body: bytes, *, operation: Operation, changed: int, numel: int, width: int) -> Change:
@@ -103,90 +110,36 @@ def decode(body: bytes, *, operation: Operation, changed: int, numel: int, width
     """
     if not body:
         raise PayloadError("an empty body")
-    if changed > numel:
+    if not 0 <= changed <= numel:
         raise PayloadError(f"{changed} changes in a frame of {numel} elements")
     dtype = UNSIGNED[width]
     match body[0]:
         case 0:
-            raw_positions, raw_values = _split(body, [_exactly(4 * changed), _exactly(width * changed)])
-            positions = np.frombuffer(raw_positions, np.uint32)
-            values = np.frombuffer(raw_values, dtype)
+            octets, raw_values = _split(body, [_exactly(4 * changed), _exactly(width * changed)])
+            return Change(operation, _ascending(octets.view(np.uint32), numel), raw_values.view(dtype))
         case 1:
             (raw_values,) = _split(body, [_exactly(width * numel)])
-            return _dense(operation, changed, numel, np.frombuffer(raw_values, dtype))
+            return _dense(operation, changed, numel, raw_values.view(dtype))
         case 2:
             sizes = [
-                range(changed, changed + numel // ESCAPE + 2),
+                range(changed, changed + numel // ESCAPE + 1),
                 _exactly(changed),
                 range(0, width * changed + 1, width),
             ]
-            raw_gaps, raw_symbols, raw_exceptions = _split(body, sizes)
-            positions = positions_of(np.frombuffer(raw_gaps, np.uint8), changed)
-            values = values_of(
-                np.frombuffer(raw_symbols, np.uint8), np.frombuffer(raw_exceptions, np.uint8), width, changed
-            )
+            gaps, symbols, exceptions = _split(body, sizes)
+            positions = kernels.positions_of(gaps, changed, numel)
+            return Change(operation, positions, kernels.values_of(symbols, exceptions, width))
         case 3:
-            planes = [np.frombuffer(plane, np.uint8) for plane in _split(body, [_exactly(numel)] * width)]
+            planes = _split(body, [_exactly(numel)] * width)
             return _dense(operation, changed, numel, np.stack(planes, axis=1).reshape(-1).view(dtype))
         case other:
             raise PayloadError(f"unknown body format {other}; this reader knows 0 to 3")
-    if len(positions) != changed or len(values) != changed:
-        raise PayloadError(f"{len(positions)} positions and {len(values)} values for {changed} changes")
-    if changed and (int(positions[-1]) >= numel or (positions[1:] <= positions[:-1]).any()):
-        raise PayloadError(f"positions are not ascending within a frame of {numel} elements")
-    return Change(operation, positions, values)
 
 
-def gaps_of(positions: Positions) -> NDArray[np.uint8]:
-    """Byte gaps of ascending positions [K]: K bytes and one more for every full 255 of a gap."""
-    gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1
-    escapes, last = np.divmod(gaps, ESCAPE)
-    ends = np.cumsum(escapes + 1) - 1
-    stream = np.full(int(ends[-1]) + 1 if len(ends) else 0, ESCAPE, np.uint8)
-    stream[ends] = last
-    return stream
-
-
-def positions_of(gaps: NDArray[np.uint8], changed: int) -> Positions:
-    """The inverse of `gaps_of`.
-
-    Raises:
-        PayloadError: the stream does not hold `changed` gaps, ends within one, or goes beyond 2^32.
-    """
-    is_last = gaps != ESCAPE
-    if np.count_nonzero(is_last) != changed or (len(gaps) and not is_last[-1]):
-        raise PayloadError(f"the gap stream does not hold {changed} gaps")
-    reached = np.cumsum(gaps.astype(np.int64) + is_last)
-    if len(reached) and reached[-1] > 1 << 32:
-        raise PayloadError("the gap stream leaves the frame")
-    positions: Positions = (reached[is_last] - 1).astype(np.uint32)
-    return positions
-
-
-def symbols_of(values: Bits) -> tuple[NDArray[np.uint8], Bits]:
-    """Step symbols [K] in a byte each, and the values that need an escape."""
-    width = values.dtype.itemsize
-    one, top = values.dtype.type(1), values.dtype.type(8 * width - 1)
-    sign = np.zeros_like(values) - (values >> top)
-    zigzag = ((values << one) ^ sign) - one  # a zero value wraps round to the top and is escaped
-    escaped = zigzag >= ESCAPE
-    return np.where(escaped, ESCAPE, zigzag).astype(np.uint8), values[escaped]
-
-
-def values_of(symbols: NDArray[np.uint8], exceptions: NDArray[np.uint8], width: int, changed: int) -> Bits:
-    """The inverse of `symbols_of`.
-
-    Raises:
-        PayloadError: the number of symbols or exceptions is not the one needed.
-    """
-    escaped = symbols == ESCAPE
-    if len(symbols) != changed or np.count_nonzero(escaped) * width != len(exceptions):
-        raise PayloadError(f"the symbol stream does not hold {changed} values, or its exceptions do not fit")
-    unsigned = UNSIGNED[width]
-    zigzag = symbols.astype(unsigned) + unsigned.type(1)
-    values: Bits = (zigzag >> unsigned.type(1)) ^ (np.zeros_like(zigzag) - (zigzag & unsigned.type(1)))
-    values[escaped] = exceptions.view(unsigned)
-    return values
+def raw_sparse_bytes(change: Change) -> int:
+    """The size of a sparse change's raw body; no other is larger."""
+    positions = 0 if change.positions is None else change.positions.nbytes
+    return 1 + 2 * _STREAM.size + positions + change.values.nbytes
 
 
 def worst_case_bytes(numel: int, width: int) -> int:
@@ -200,13 +153,47 @@ def _dense(operation: Operation, changed: int, numel: int, values: Bits) -> Chan
     return Change(operation, None, values)
 
 
-def _planes(values: Bits) -> list[NDArray[np.uint8]]:
+def _ascending(positions: Positions, numel: int) -> Positions:
+    try:
+        kernels.check_ascending(positions, numel)
+    except LayoutError as error:
+        raise PayloadError(f"positions are not ascending within a frame of {numel} elements: {error}") from None
+    return positions
+
+
+def _planes(values: Bits) -> list[Octets]:
     octets = values.view(np.uint8).reshape(len(values), values.itemsize)
     return [np.ascontiguousarray(octets[:, plane]) for plane in range(octets.shape[1])]
 
 
 def _stored(raw: NDArray[Any]) -> bytes:
     return _STREAM.pack(STORED, raw.nbytes, raw.nbytes) + raw.tobytes()
+
+
+def _smallest(raw: Octets, *, structured: bool = False) -> bytes:
+    """One stream [n] in the encoding that makes it smallest.
+
+    zstd is measured only where its matches can beat single bytes' codes: where the data may be structured, where no
+    code saves anything, and where codes are so short (1.5 bits) that some byte must come in long runs.
+    """
+    if raw.nbytes < SHORT:
+        return _stored(raw)
+    packed, encoding = kernels.pack(raw).tobytes(), HUFFMAN
+    if structured or not packed or 16 * len(packed) < 3 * raw.nbytes:
+        matched = _zstd(raw)
+        if not packed or len(matched) < len(packed):
+            packed, encoding = matched, ZSTD
+    if len(packed) >= raw.nbytes:
+        return _stored(raw)
+    return _STREAM.pack(encoding, raw.nbytes, len(packed)) + packed
+
+
+def _zstd(raw: Octets) -> bytes:
+    """Small hash tables and long matches: short ones are what the Huffman coder is for."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        1, strategy=zstandard.STRATEGY_FAST, hash_log=6, min_match=7, window_log=17, source_size=raw.nbytes
+    )
+    return zstandard.ZstdCompressor(compression_params=parameters).compress(raw.data)
 
 
 def _join(kind: int, streams: Sequence[bytes]) -> bytes:
@@ -217,13 +204,13 @@ def _exactly(nbytes: int) -> range:
     return range(nbytes, nbytes + 1)
 
 
-def _split(body: bytes, sizes: Sequence[range]) -> list[bytes]:
+def _split(body: bytes, sizes: Sequence[range]) -> list[Octets]:
     """The raw streams of a body; `sizes` are those that each may have, in bytes.
 
     Raises:
         PayloadError: a stream has another size, the body ends early, or something is left over.
     """
-    at, streams = 1, []
+    at, found = 1, []
     for index, allowed in enumerate(sizes):
         if at + _STREAM.size > len(body):
             raise PayloadError(f"the body ends before stream {index}")
@@ -231,24 +218,33 @@ def _split(body: bytes, sizes: Sequence[range]) -> list[bytes]:
         at += _STREAM.size
         if raw_size not in allowed or at + size > len(body):
             raise PayloadError(f"stream {index} declares {raw_size} bytes, {size} encoded; expected one of {allowed}")
-        streams.append(_unpacked(encoding, body[at : at + size], raw_size, index))
+        found.append((encoding, np.frombuffer(body, np.uint8, size, at), raw_size))
         at += size
     if at != len(body):
         raise PayloadError(f"{len(body) - at} bytes follow the last stream")
-    return streams
+    return [_unpacked(encoding, data, raw_size, index) for index, (encoding, data, raw_size) in enumerate(found)]
 
 
-def _unpacked(encoding: int, data: bytes, raw_size: int, index: int) -> bytes:
+def _unpacked(encoding: int, data: Octets, raw_size: int, index: int) -> Octets:
     """One stream, decoded. What a zstd frame says of its size is compared before anything is allocated."""
-    if encoding == ZSTD:
-        try:
-            if zstandard.frame_content_size(data) != raw_size:
-                raise PayloadError(f"stream {index}: its zstd frame does not say {raw_size} bytes, as it should")
-            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=raw_size, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise PayloadError(f"stream {index} does not decompress: {error}") from error
-    elif encoding != STORED:
-        raise PayloadError(f"stream {index}: unknown encoding {encoding}")
-    if len(data) != raw_size:
-        raise PayloadError(f"stream {index} has {len(data)} bytes, {raw_size} declared")
-    return data
+    match encoding:
+        case 0:
+            raw = np.frombuffer(data.tobytes(), np.uint8)  # a copy, aligned for elements of any width
+        case 1:
+            raw = np.frombuffer(_unzstd(data, raw_size, index), np.uint8)
+        case 2:
+            raw = kernels.unpack(data, raw_size)
+        case other:
+            raise PayloadError(f"stream {index}: unknown encoding {other}; this reader knows 0 to 2")
+    if len(raw) != raw_size:
+        raise PayloadError(f"stream {index} has {len(raw)} bytes, {raw_size} declared")
+    return raw
+
+
+def _unzstd(data: Octets, raw_size: int, index: int) -> bytes:
+    try:
+        if zstandard.frame_content_size(data.data) != raw_size:
+            raise PayloadError(f"stream {index}: its zstd frame does not say {raw_size} bytes, as it should")
+        return zstandard.ZstdDecompressor().decompress(data.data, max_output_size=raw_size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise PayloadError(f"stream {index} does not decompress: {error}") from error

@@ -1,17 +1,21 @@
 """The kernels in use: compiled ones, or the numpy reference where dcr was deliberately built without.
 
-    B  rows of a table      N  elements of a table      K  changed elements      T  tensors
+    B  rows of a table      N  elements of a table      K  changed elements      T  tensors      n  bytes of a stream
 
-Each takes a table, so any number of tensors is one call, and makes one pass over memory; `dcr.reference` defines what
-it computes. The compiled ones release the GIL, check every row and position again, and raise before anything is
-written. Which implementation runs is decided by the build and never falls back: a compiled module that does not load
-is an error. No environment variable is read.
+Each of the first group takes a table, so any number of tensors is one call, and makes one pass over memory;
+`dcr.reference` defines what it computes. The second group codes streams, and `dcr.coding` defines it. The compiled ones
+release the GIL, check every row and position again, and raise before anything is written. Which implementation runs is
+decided by the build and never falls back: a compiled module that does not load is an error. No environment variable is
+read.
 
 Bytes moved, with b bytes per stored element and c after the value map:
 
     read       N (b + c)                  gather     K (4 + b), and each cache line touched
     compare    N (b + c) + 2 K (4 + c)    scatter    2 K (4 + b), and each cache line touched three times
     digest     N b                        digest_at  K (4 + c)
+
+    gaps_of, positions_of    5 K          pack       2 n read, what it gives written
+    symbols_of, values_of    K (1 + c)    unpack     what it takes + n
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ from typing import Final
 
 import numpy as np
 
-from dcr import reference
-from dcr.errors import LayoutError
+from dcr import coding, reference
+from dcr.coding import Octets
+from dcr.errors import LayoutError, PayloadError
 from dcr.reference import F32_BF16, F32_F16, NONE, SOURCE_WIDTH, TARGET_WIDTH
 from dcr.views import Bits, Lanes, Positions, Table
 
@@ -32,13 +37,20 @@ __all__ = [
     "NONE",
     "SOURCE_WIDTH",
     "TARGET_WIDTH",
+    "check_ascending",
     "compare",
     "describe",
     "digest",
     "digest_at",
+    "gaps_of",
     "gather",
+    "pack",
+    "positions_of",
     "read",
     "scatter",
+    "symbols_of",
+    "unpack",
+    "values_of",
 ]
 
 try:
@@ -153,6 +165,88 @@ def digest_at(table: Table, keys: Lanes, positions: Positions, bits: Bits) -> La
         return _native.digest_at(table.storages, table.rows, keys, positions, bits)
     except ValueError as error:
         raise LayoutError(str(error)) from None
+
+
+def check_ascending(positions: Positions, numel: int) -> None:
+    """Check positions [K].
+
+    Raises:
+        LayoutError: they do not ascend strictly, or leave a frame of N elements.
+    """
+    if not NATIVE:
+        _ascending(positions, numel)
+        return
+    try:
+        _native.check_ascending(positions, numel)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
+
+
+def gaps_of(positions: Positions) -> Octets:
+    """Byte gaps of ascending positions [K]: K bytes and one more for every full 255 of a gap.
+
+    Raises:
+        LayoutError: positions do not ascend strictly.
+    """
+    if not NATIVE:
+        return coding.gaps_of(positions)
+    try:
+        return _native.gaps_of(positions)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
+
+
+def positions_of(gaps: Octets, changed: int, numel: int) -> Positions:
+    """The inverse of `gaps_of`: positions [K], ascending, below N.
+
+    Raises:
+        PayloadError: the stream does not hold `changed` gaps, ends within one, or leaves the frame.
+    """
+    if not NATIVE:
+        return coding.positions_of(gaps, changed, numel)
+    try:
+        return _native.positions_of(gaps, changed, numel)
+    except ValueError as error:
+        raise PayloadError(str(error)) from None
+
+
+def symbols_of(values: Bits) -> tuple[Octets, Bits]:
+    """Step symbols [K] in a byte each, and the values that need an escape."""
+    return _native.symbols_of(values) if NATIVE else coding.symbols_of(values)
+
+
+def values_of(symbols: Octets, exceptions: Octets, width: int) -> Bits:
+    """The inverse of `symbols_of`: values [K]; exceptions are the bytes of the escaped ones.
+
+    Raises:
+        PayloadError: there are more or fewer exceptions than escapes.
+    """
+    if not NATIVE:
+        return coding.values_of(symbols, exceptions, width)
+    try:
+        return _native.values_of(symbols, exceptions, width)
+    except ValueError as error:
+        raise PayloadError(str(error)) from None
+
+
+def pack(data: Octets) -> Octets:
+    """A stream [n], Huffman-coded; nothing where that saves less than a fiftieth of it."""
+    return _native.pack(data) if NATIVE else coding.pack(data)
+
+
+def unpack(packed: Octets, size: int) -> Octets:
+    """The inverse of `pack`: a stream [size].
+
+    Raises:
+        PayloadError: the bytes are not a complete code and four bit streams that end with the last symbol; nothing is
+            allocated that they cannot hold.
+    """
+    if not NATIVE:
+        return coding.unpack(packed, size)
+    try:
+        return _native.unpack(packed, size)
+    except ValueError as error:
+        raise PayloadError(str(error)) from None
 
 
 def _ascending(positions: Positions, numel: int) -> Positions:

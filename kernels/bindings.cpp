@@ -12,8 +12,10 @@
 #include <vector>
 
 #include "cpu/cast.hpp"
+#include "cpu/huffman.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/level.hpp"
+#include "cpu/streams.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -206,6 +208,100 @@ nb::object digest_at(nb::handle storages, nb::handle rows, nb::handle keys_, nb:
     return sums;
 }
 
+// The first `size` elements of an array.
+nb::object first(const nb::object& array, size_t size) { return array[nb::slice(nb::int_(0), nb::int_(size), nb::none())]; }
+
+void check_ascending(nb::handle positions_, uint32_t numel) {
+    const Lent positions(positions_, "positions");
+    positions.expect(UNSIGNED, 4, 1);
+    nb::gil_scoped_release released;
+    check_positions(positions.data<uint32_t>(), positions.length(), numel);
+}
+
+nb::object gaps_of(nb::handle positions_) {
+    const Lent positions(positions_, "positions");
+    positions.expect(UNSIGNED, 4, 1);
+    const uint32_t* data = positions.data<uint32_t>();
+    const size_t K = positions.length();
+    check_positions(data, K, UINT32_MAX);
+    nb::object out = empty(gaps_room(data, K), 1);
+    uint8_t* to = static_cast<uint8_t*>(data_of(out));
+    size_t size;
+    {
+        nb::gil_scoped_release released;
+        size = dcr::gaps_of(data, K, to);
+    }
+    return first(out, size);
+}
+
+nb::object positions_of(nb::handle gaps_, size_t changed, uint64_t numel) {
+    const Lent gaps(gaps_, "gaps");
+    gaps.expect(UNSIGNED, 1, 1);
+    if (changed > gaps.length() || changed > numel || numel > uint64_t(1) << 32)
+        throw std::invalid_argument("the gap stream does not hold " + std::to_string(changed) + " gaps");
+    nb::object out = empty(changed, 4);
+    uint32_t* to = static_cast<uint32_t*>(data_of(out));
+    nb::gil_scoped_release released;
+    dcr::positions_of(gaps.data<uint8_t>(), gaps.length(), changed, numel, to);
+    return out;
+}
+
+nb::tuple symbols_of(nb::handle values_) {
+    const Lent values(values_, "values");
+    values.expect(UNSIGNED, 0, 1);
+    const size_t K = values.length(), width = values.width();
+    nb::object symbols = empty(K, 1);
+    uint8_t* to = static_cast<uint8_t*>(data_of(symbols));
+    size_t escaped;
+    {
+        nb::gil_scoped_release released;
+        escaped = dcr::symbols_of(values.data<void>(), width, K, to);
+    }
+    nb::object exceptions = empty(escaped, width);
+    if (escaped) dcr::exceptions_of(values.data<void>(), width, to, K, data_of(exceptions));
+    return nb::make_tuple(symbols, exceptions);
+}
+
+nb::object values_of(nb::handle symbols_, nb::handle exceptions_, size_t width) {
+    const Lent symbols(symbols_, "symbols"), exceptions(exceptions_, "exceptions");
+    symbols.expect(UNSIGNED, 1, 1);
+    exceptions.expect(UNSIGNED, 1, 1);
+    if (width != 1 && width != 2 && width != 4 && width != 8)
+        throw std::invalid_argument("no elements have " + std::to_string(width) + " bytes");
+    nb::object out = empty(symbols.length(), width);
+    void* to = data_of(out);
+    nb::gil_scoped_release released;
+    dcr::values_of(symbols.data<uint8_t>(), symbols.length(), exceptions.data<uint8_t>(), exceptions.length(), width, to);
+    return out;
+}
+
+nb::object pack(nb::handle data_) {
+    const Lent data(data_, "data");
+    data.expect(UNSIGNED, 1, 1);
+    Packing packing;
+    {
+        nb::gil_scoped_release released;
+        packing = plan_packing(data.data<uint8_t>(), data.length());
+    }
+    nb::object out = empty(packing.size, 1);
+    if (packing.size == 0) return out;
+    uint8_t* to = static_cast<uint8_t*>(data_of(out));
+    nb::gil_scoped_release released;
+    dcr::pack(packing, data.data<uint8_t>(), data.length(), to);
+    return out;
+}
+
+nb::object unpack(nb::handle packed_, size_t size) {
+    const Lent packed(packed_, "packed");
+    packed.expect(UNSIGNED, 1, 1);
+    const Packed opened = open_packed(packed.data<uint8_t>(), packed.length(), size);
+    nb::object out = empty(size, 1);
+    uint8_t* to = static_cast<uint8_t*>(data_of(out));
+    nb::gil_scoped_release released;
+    dcr::unpack(opened, to);
+    return out;
+}
+
 nb::dict features() {
     std::vector<std::string> names;
     for (const Level& level : levels()) names.emplace_back(level.name);
@@ -230,6 +326,13 @@ NB_MODULE(_native, module) {
     module.def("scatter", &dcr::bindings::scatter, "storages"_a, "rows"_a, "positions"_a, "bits"_a);
     module.def("digest", &dcr::bindings::digest, "storages"_a, "rows"_a, "keys"_a, "kind"_a);
     module.def("digest_at", &dcr::bindings::digest_at, "storages"_a, "rows"_a, "keys"_a, "positions"_a, "bits"_a);
+    module.def("check_ascending", &dcr::bindings::check_ascending, "positions"_a, "numel"_a);
+    module.def("gaps_of", &dcr::bindings::gaps_of, "positions"_a);
+    module.def("positions_of", &dcr::bindings::positions_of, "gaps"_a, "changed"_a, "numel"_a);
+    module.def("symbols_of", &dcr::bindings::symbols_of, "values"_a);
+    module.def("values_of", &dcr::bindings::values_of, "symbols"_a, "exceptions"_a, "width"_a);
+    module.def("pack", &dcr::bindings::pack, "data"_a);
+    module.def("unpack", &dcr::bindings::unpack, "packed"_a, "size"_a);
     module.def("features", &dcr::bindings::features);
     module.def("use_level", [](const std::string& name) { return dcr::use_level(name).name; }, "name"_a);
 }

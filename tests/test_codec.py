@@ -6,7 +6,9 @@ N  elements of a frame      K  changed elements
 from __future__ import annotations
 
 import struct
+import tomllib
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,14 +17,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dcr import codec
-from dcr.codec import GAPS, GAPS_SPARSE, PLANES_DENSE, RAW, RAW_DENSE, RAW_SPARSE, STORED, ZSTD, Gaps, Raw
-from dcr.errors import PayloadError
+from dcr import codec, kernels
+from dcr.codec import (
+    BALANCED,
+    FAST,
+    GAPS,
+    GAPS_SPARSE,
+    HUFFMAN,
+    PLANES_DENSE,
+    RAW,
+    RAW_DENSE,
+    RAW_SPARSE,
+    STORED,
+    ZSTD,
+    Gaps,
+    Raw,
+)
+from dcr.errors import LayoutError, PayloadError
 from dcr.patch import Change, Operation
 from dcr.views import UNSIGNED
 
 examples = settings(deadline=None, max_examples=100)
-CODECS = pytest.mark.parametrize("kind", [RAW, GAPS], ids=["raw", "gaps"])
+CODECS = pytest.mark.parametrize("kind", [RAW, FAST, GAPS], ids=["raw", "fast", "gaps"])
 WIDTHS = pytest.mark.parametrize("width", [1, 2, 4, 8])
 STREAM = struct.Struct("<BII")
 
@@ -185,6 +201,125 @@ def test_small_steps_cost_about_two_bytes_each_before_compression() -> None:
     assert len(body) < 2 * 1000 + 28
 
 
+# ---------------------------------------------------------------------- names, sizes, choices
+
+
+def test_gaps_and_balanced_are_one_codec() -> None:
+    assert GAPS is BALANCED
+    assert (RAW.name, FAST.name, BALANCED.name) == ("raw", "fast", "gaps")
+
+
+def test_every_codec_can_be_asked_for_by_its_name_and_found_by_that_of_its_chunks() -> None:
+    points = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["entry-points"]
+    found = {name: getattr(codec, value.removeprefix("dcr.codec:")) for name, value in points["dcr.codecs"].items()}
+    assert found["balanced"] is BALANCED
+    assert found["fast"] is FAST
+    assert all(found[kind.name] is kind for kind in (RAW, FAST, GAPS))
+
+
+def encodings(body: bytes) -> list[int]:
+    """The encoding of each stream of a body."""
+    at, found = 1, []
+    while at < len(body):
+        encoding, _, size = STREAM.unpack_from(body, at)
+        found.append(encoding)
+        at += STREAM.size + size
+    return found
+
+
+def scattered(numel: int, density: float, width: int = 2, *, seed: int = 1) -> Change:
+    """Steps of mostly one unit, as an optimizer makes them, at independent positions."""
+    random = np.random.default_rng(seed)
+    positions = np.flatnonzero(random.random(numel) < density).astype(np.uint32)
+    steps = random.geometric(0.85, len(positions)) * random.choice([-1, 1], len(positions))
+    return Change(Operation.STEP, positions, steps.astype(f"i{width}").view(UNSIGNED[width]))
+
+
+def test_each_stream_gets_the_encoding_that_makes_it_smallest() -> None:
+    random = np.random.default_rng(0)
+    steps = scattered(80_000, 0.05)
+    assert encodings(GAPS.encode(steps, 80_000)) == [HUFFMAN, HUFFMAN, STORED]
+    every_tenth = Change(Operation.STEP, np.arange(len(steps.values), dtype=np.uint32) * 10, steps.values)
+    assert encodings(GAPS.encode(every_tenth, 80_000)) == [ZSTD, HUFFMAN, STORED]
+    bits = random.integers(0, 1 << 16, len(steps.values)).astype(np.uint16)
+    assert encodings(GAPS.encode(Change(Operation.XOR, steps.positions, bits), 80_000)) == [HUFFMAN, ZSTD, STORED]
+    weights = (random.standard_normal(50_000, np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    assert encodings(GAPS.encode(dense(weights), 50_000)) == [STORED, HUFFMAN]
+
+
+def test_fast_stores_every_stream() -> None:
+    assert set(encodings(FAST.encode(scattered(100_000, 0.02), 100_000))) == {STORED}
+    assert encodings(FAST.encode(dense([7] * 5000), 5000)) == [STORED]
+
+
+@pytest.mark.parametrize("density", [0.003, 0.01, 0.03, 0.05])
+def test_balanced_is_within_three_percent_of_the_entropy_of_positions_and_steps(density: float) -> None:
+    numel = 1 << 22
+    change = scattered(numel, density)
+    share = len(change.values) / numel
+    positions_bits = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) / share
+    shares = np.unique(change.values, return_counts=True)[1] / len(change.values)
+    steps_bits = max(2.0, float(-(shares * np.log2(shares)).sum()))  # Huffman: half of them are coded in 1 bit, or more
+    per_change = len(GAPS.encode(change, numel)) / len(change.values)
+    assert per_change < 1.035 * (positions_bits + steps_bits) / 8
+
+
+@pytest.mark.parametrize("kind", [FAST, GAPS], ids=["fast", "gaps"])
+@examples
+@given(drawn=changes())
+def test_a_sparse_body_is_never_larger_than_raw(kind: Gaps, drawn: tuple[Change, int]) -> None:
+    change, numel = drawn
+    if change.positions is not None:
+        assert len(kind.encode(change, numel)) <= len(RAW.encode(change, numel)) == codec.raw_sparse_bytes(change)
+
+
+@CODECS
+@WIDTHS
+@pytest.mark.parametrize("numel", [1, 2, 3, 5, 100, 40_000])
+def test_what_construct_sends_is_never_larger_than_dense(kind: Raw | Gaps, width: int, numel: int) -> None:
+    """Construct sends a sparse patch only where positions and bits take less than the frame; raw adds 19 bytes."""
+    changed = max((k for k in range(numel + 1) if k * (4 + width) < numel * width), default=0)
+    random = np.random.default_rng(numel)
+    places = {
+        "spread": np.sort(random.choice(numel, changed, replace=False)),
+        "first": np.arange(changed),
+        "last": np.arange(numel - changed, numel),
+    }
+    values = random.integers(0, 256, changed * width, np.uint8).view(UNSIGNED[width])
+    for positions in places.values():
+        body = kind.encode(Change(Operation.XOR, positions.astype(np.uint32), values), numel)
+        assert len(body) <= numel * width + 19
+    whole = Change(Operation.OVERWRITE, None, random.integers(0, 256, numel * width, np.uint8).view(UNSIGNED[width]))
+    assert len(kind.encode(whole, numel)) <= numel * width + 1 + 9 * width
+
+
+@CODECS
+@pytest.mark.parametrize("position", [0, 1, (1 << 22) - 1])
+def test_a_single_change_of_a_large_frame_takes_few_bytes(kind: Raw | Gaps, position: int) -> None:
+    change = sparse([position], [1])
+    body = kind.encode(change, 1 << 22)
+    assert len(body) <= 31
+    assert_same(decode(body, change, 1 << 22), change)
+
+
+@CODECS
+def test_a_whole_large_frame_comes_back(kind: Raw | Gaps) -> None:
+    numel = 1 << 22
+    values = np.random.default_rng(2).integers(0, 1 << 16, numel).astype(np.uint16)
+    for change in (
+        Change(Operation.XOR, np.arange(numel, dtype=np.uint32), values),
+        Change(Operation.OVERWRITE, None, values),
+        scattered(numel, 0.01),
+    ):
+        assert_same(decode(kind.encode(change, numel), change, numel), change)
+
+
+@pytest.mark.parametrize("kind", [FAST, GAPS], ids=["fast", "gaps"])
+def test_positions_that_do_not_ascend_are_not_encoded(kind: Gaps) -> None:
+    with pytest.raises(LayoutError):
+        kind.encode(sparse([5, 4], [1, 2]), 9)
+
+
 # ---------------------------------------------------------------------- the format
 
 
@@ -240,11 +375,16 @@ SAMPLES = [
     (sparse(list(range(0, 600, 2)), [1] * 300), 600),
     (dense([1, 2, 3, 4]), 4),
     (dense([5] * 300), 300),
+    (sparse(list(range(0, 700, 3)), [1, 0xFFFF, 1, 2, 0xFFFF, 1, 0x4000] * 33 + [1] * 3), 701),
 ]
 SAMPLE_BODIES = pytest.mark.parametrize(
     ("change", "numel", "body"),
-    [(change, numel, kind.encode(change, numel)) for kind in (RAW, GAPS) for change, numel in SAMPLES],
-    ids=[f"{kind}-{name}" for kind in ("raw", "gaps") for name in ("sparse", "steps", "dense", "constant")],
+    [(change, numel, kind.encode(change, numel)) for kind in (RAW, FAST, GAPS) for change, numel in SAMPLES],
+    ids=[
+        f"{kind}-{name}"
+        for kind in ("raw", "fast", "gaps")
+        for name in ("sparse", "steps", "dense", "constant", "mixed")
+    ],
 )
 
 
@@ -271,7 +411,7 @@ def test_bytes_after_the_last_stream_are_refused(change: Change, numel: int, bod
 
 
 @settings(deadline=None, max_examples=250)
-@given(changes(most=20), st.sampled_from([RAW, GAPS]), st.data())
+@given(changes(most=20), st.sampled_from([RAW, FAST, GAPS]), st.data())
 def test_a_mutated_body_is_refused_or_gives_a_sound_change(
     drawn: tuple[Change, int], kind: Raw | Gaps, data: st.DataObject
 ) -> None:
@@ -324,8 +464,8 @@ def test_more_changes_than_elements_are_refused() -> None:
 
 
 def test_an_unknown_encoding_is_refused() -> None:
-    body = bytes([RAW_SPARSE]) + stored(b"", encoding=2) + stored(b"")
-    assert "unknown encoding 2" in refuse(body, changed=0, numel=4)
+    body = bytes([RAW_SPARSE]) + stored(b"", encoding=3) + stored(b"")
+    assert "unknown encoding 3" in refuse(body, changed=0, numel=4)
 
 
 def test_a_stream_above_its_cap_is_refused() -> None:
@@ -374,7 +514,7 @@ def test_gaps_past_32_bits_do_not_wrap_round() -> None:
     gaps = np.full((1 << 32) // 255 + 2, 255, np.uint8)
     gaps[-1] = 0
     with pytest.raises(PayloadError, match="leaves the frame"):
-        codec.positions_of(gaps, 1)
+        kernels.positions_of(gaps, 1, 1 << 32)
 
 
 def test_a_gap_stream_that_ends_within_a_gap_is_refused() -> None:
@@ -397,6 +537,26 @@ def test_bytes_after_a_zstd_frame_are_refused() -> None:
     frame = zstandard.ZstdCompressor().compress(bytes(2))
     body = bytes([GAPS_SPARSE]) + stored(frame + b"more", raw_size=2, encoding=ZSTD) + stored(bytes(2)) + stored(b"")
     refuse(body, changed=2, numel=4)
+
+
+def test_a_huffman_stream_of_another_size_is_refused() -> None:
+    packed = kernels.pack(np.array([0, 1, 0, 2] * 40, np.uint8)).tobytes()
+    for size in (8, 120, 1 << 20):
+        body = bytes([RAW_DENSE]) + stored(packed, raw_size=size, encoding=HUFFMAN)
+        refuse(body, changed=size, numel=size, width=1, operation=Operation.OVERWRITE)
+
+
+def test_a_huffman_stream_that_claims_too_much_is_refused_before_it_is_allocated() -> None:
+    size = 1 << 31
+    body = bytes([RAW_DENSE]) + stored(
+        kernels.pack(np.array([0, 1, 0, 2] * 40, np.uint8)).tobytes(), raw_size=size, encoding=HUFFMAN
+    )
+    tracemalloc.start()
+    try:
+        refuse(body, changed=size, numel=size, width=1, operation=Operation.OVERWRITE)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def bomb(data: bytes, raw_size: int) -> bytes:

@@ -25,6 +25,7 @@ ROOMS = (
     "boxes",
     "views",
     "reference",
+    "coding",
     "kernels",
     "patch",
     "digest",

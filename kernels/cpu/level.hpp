@@ -1,9 +1,10 @@
-// Dispatch levels: which instruction set the spans in use were compiled for. Chosen when the extension is loaded.
+// Dispatch levels: which instruction set the inner loops in use were compiled for. Chosen when the extension is loaded.
 #pragma once
 
 #include <string>
 #include <vector>
 
+#include "coders.hpp"
 #include "spans.hpp"
 
 namespace dcr {
@@ -11,6 +12,7 @@ namespace dcr {
 struct Level {
     const char* name;
     const Spans* spans;
+    const Coders* coders;
 };
 
 // The levels that this machine can run, lowest first; "portable" is always there.
