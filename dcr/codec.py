@@ -110,7 +110,7 @@ def decode(body: bytes, *, operation: Operation, changed: int, numel: int, width
     """
     if not body:
         raise PayloadError("an empty body")
-    if not 0 <= changed <= numel:
+    if not 0 <= changed <= numel < 1 << 32:
         raise PayloadError(f"{changed} changes in a frame of {numel} elements")
     dtype = UNSIGNED[width]
     match body[0]:

@@ -463,6 +463,11 @@ def test_more_changes_than_elements_are_refused() -> None:
     assert "5 changes in a frame of 4" in refuse(RAW.encode(sparse([0], [1]), 4), changed=5, numel=4)
 
 
+def test_a_frame_beyond_32_bits_is_refused() -> None:
+    for kind in (RAW, GAPS):
+        refuse(kind.encode(sparse([0], [1]), 4), changed=1, numel=1 << 32)
+
+
 def test_an_unknown_encoding_is_refused() -> None:
     body = bytes([RAW_SPARSE]) + stored(b"", encoding=3) + stored(b"")
     assert "unknown encoding 3" in refuse(body, changed=0, numel=4)

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from strategies import random_bits
 
 from dcr import _native, coding, kernels
+from dcr.codec import FAST, GAPS, Gaps
 from dcr.coding import Octets
 from dcr.errors import LayoutError, PayloadError
+from dcr.patch import Change, Operation
 from dcr.views import UNSIGNED, Positions
 
 WIDTHS = (1, 2, 4, 8)
@@ -325,6 +327,29 @@ def test_bits_behind_the_last_code_are_refused() -> None:
     for implementation in (kernels, coding):
         with pytest.raises(PayloadError, match="zero bits"):
             implementation.unpack(packed, 8)
+
+
+# ---------------------------------------------------------------------- together
+
+
+@pytest.mark.parametrize("kind", [FAST, GAPS], ids=["fast", "gaps"])
+def test_a_build_without_kernels_writes_and_reads_the_same_bodies(kind: Gaps, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(5)
+    positions = np.flatnonzero(random.random(30_000) < 0.02).astype(np.uint32)
+    steps = random.geometric(0.8, len(positions)) * random.choice([-1, 1], len(positions))
+    for change in (
+        Change(Operation.STEP, positions, steps.astype(np.int16).view(np.uint16)),
+        Change(Operation.OVERWRITE, None, random.binomial(60_000, 0.5, 3000).astype(np.uint16)),
+    ):
+        monkeypatch.setattr(kernels, "NATIVE", True)
+        body = kind.encode(change, 30_000)
+        monkeypatch.setattr(kernels, "NATIVE", False)
+        assert kind.encode(change, 30_000) == body
+        numel = 30_000 if change.positions is not None else 3000
+        found = kind.decode(body, operation=change.operation, changed=len(change.values), numel=numel, width=2)
+        same(found.values, change.values)
+        if change.positions is not None and found.positions is not None:
+            same(found.positions, change.positions)
 
 
 # ---------------------------------------------------------------------- arguments

@@ -38,24 +38,31 @@ Lengths lengths_of(const std::array<uint64_t, 256>& totals) {
     if (n < 2) return lengths;
     std::stable_sort(bytes.begin(), bytes.end(), [&](uint8_t a, uint8_t b) { return totals[a] < totals[b]; });
 
+    constexpr uint64_t NONE = UINT64_MAX;  // heavier than anything: which list is taken from is a comparison, no branch
+    std::array<uint64_t, 257> leaves;
+    for (size_t i = 0; i < n; ++i) leaves[i] = totals[bytes[i]];
+    leaves[n] = NONE;
     std::array<std::array<bool, 512>, LONGEST> is_byte;
-    std::vector<uint64_t> before, merged;
-    for (unsigned level = 0; level < LONGEST; ++level) {
-        merged.clear();
-        for (size_t b = 0, p = 0; b < n || p + 1 < before.size();) {
-            const bool take = b < n && (p + 1 >= before.size() || totals[bytes[b]] <= before[p] + before[p + 1]);
-            is_byte[level][merged.size()] = take;
-            merged.push_back(take ? totals[bytes[b]] : before[p] + before[p + 1]);
-            if (take) ++b;
-            else p += 2;
+    std::array<uint64_t, 512> merged, pairs;
+    size_t paired = 0;
+    for (auto& flags : is_byte) {
+        pairs[paired] = NONE;
+        const size_t size = n + paired;  // below 2n
+        for (size_t i = 0, b = 0, p = 0; i < size; ++i) {
+            const bool take = leaves[b] <= pairs[p];
+            flags[i] = take;
+            merged[i] = take ? leaves[b] : pairs[p];
+            b += take;
+            p += !take;
         }
-        std::swap(before, merged);
+        paired = size / 2;
+        for (size_t i = 0; i < paired; ++i) pairs[i] = merged[2 * i] + merged[2 * i + 1];
     }
     size_t bought = 2 * n - 2;
     for (unsigned level = LONGEST; level-- > 0;) {
-        const size_t leaves = size_t(std::count(is_byte[level].begin(), is_byte[level].begin() + bought, true));
-        for (size_t i = 0; i < leaves; ++i) ++lengths[bytes[i]];
-        bought = 2 * (bought - leaves);
+        const size_t single = size_t(std::count(is_byte[level].begin(), is_byte[level].begin() + bought, true));
+        for (size_t i = 0; i < single; ++i) ++lengths[bytes[i]];
+        bought = 2 * (bought - single);
     }
     return lengths;
 }
