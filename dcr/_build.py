@@ -1,3 +1,0 @@
-"""Written by CMakeLists.txt: whether dcr._native was built."""
-
-NATIVE = True
