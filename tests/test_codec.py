@@ -247,6 +247,15 @@ def test_each_stream_gets_the_encoding_that_makes_it_smallest() -> None:
     assert encodings(GAPS.encode(dense(weights), 50_000)) == [STORED, HUFFMAN]
 
 
+def test_dense_data_that_repeats_is_left_to_zstd() -> None:
+    block = (np.random.default_rng(3).standard_normal(1000, np.float32).view(np.uint32) >> np.uint32(16)).astype(
+        np.uint16
+    )
+    body = GAPS.encode(dense(np.tile(block, 60)), 60_000)
+    assert encodings(body) == [ZSTD, ZSTD]
+    assert len(body) < 4000
+
+
 def test_fast_stores_every_stream() -> None:
     assert set(encodings(FAST.encode(scattered(100_000, 0.02), 100_000))) == {STORED}
     assert encodings(FAST.encode(dense([7] * 5000), 5000)) == [STORED]

@@ -130,34 +130,41 @@ DCR_INLINE uint64_t little_word(const uint8_t* at) {
 // As long as a lane has 64 codes to come, of one bit at least, a whole word can be stored into it.
 DCR_INLINE void write_bits_body(const uint8_t* data, size_t n, const uint32_t* codes, uint8_t* const* starts) {
     constexpr size_t STEP = 4 * LANES, AHEAD = 64 * LANES;
-    uint64_t words[LANES] = {};
-    unsigned held[LANES] = {};
-    uint8_t* out[LANES] = {starts[0], starts[1], starts[2], starts[3]};
+    struct Lane {
+        uint8_t* out;
+        uint64_t word = 0;
+        unsigned held = 0;  // bits in `word`
+    };
+    Lane lane0{starts[0]}, lane1{starts[1]}, lane2{starts[2]}, lane3{starts[3]};
+    const auto four = [&](Lane& lane, const uint8_t* from) __attribute__((always_inline)) {
+        uint64_t word = lane.word;
+        unsigned bits = lane.held;
+        for (size_t j = 0; j < 4; ++j) {
+            const uint32_t code = codes[from[LANES * j]];
+            word |= uint64_t(code & 0xFFFF) << bits;
+            bits += code >> 16;
+        }
+        std::memcpy(lane.out, &word, sizeof word);
+        lane.out += bits / 8;
+        lane.word = word >> (bits & ~7u);
+        lane.held = bits & 7;
+    };
     size_t i = 0;
     for (; i + STEP + AHEAD <= n; i += STEP) {
-        for (size_t lane = 0; lane < LANES; ++lane) {
-            uint64_t word = words[lane];
-            unsigned bits = held[lane];
-            for (size_t j = lane; j < STEP; j += LANES) {
-                const uint32_t code = codes[data[i + j]];
-                word |= uint64_t(code & 0xFFFF) << bits;
-                bits += code >> 16;
-            }
-            std::memcpy(out[lane], &word, sizeof word);
-            out[lane] += bits / 8;
-            words[lane] = word >> (bits & ~7u);
-            held[lane] = bits & 7;
-        }
+        four(lane0, data + i);
+        four(lane1, data + i + 1);
+        four(lane2, data + i + 2);
+        four(lane3, data + i + 3);
     }
+    Lane lanes[LANES] = {lane0, lane1, lane2, lane3};
     for (; i < n; ++i) {
-        const size_t lane = i % LANES;
+        Lane& lane = lanes[i % LANES];
         const uint32_t code = codes[data[i]];
-        words[lane] |= uint64_t(code & 0xFFFF) << held[lane];
-        for (held[lane] += code >> 16; held[lane] >= 8; held[lane] -= 8, words[lane] >>= 8)
-            *out[lane]++ = uint8_t(words[lane]);
+        lane.word |= uint64_t(code & 0xFFFF) << lane.held;
+        for (lane.held += code >> 16; lane.held >= 8; lane.held -= 8, lane.word >>= 8) *lane.out++ = uint8_t(lane.word);
     }
-    for (size_t lane = 0; lane < LANES; ++lane)
-        if (held[lane]) *out[lane] = uint8_t(words[lane]);
+    for (const Lane& lane : lanes)
+        if (lane.held) *lane.out = uint8_t(lane.word);
 }
 
 // The bits from `at` on, at least LONGEST of them; zeros follow the end.
