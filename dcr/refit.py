@@ -114,7 +114,8 @@ class Refit:
 
     def answer(self, member: MemberRef, said: str) -> None:
         """For the publisher: a member installed it, failed to, or left; it may be faster than `finish`."""
-        self._late[member] = said
+        if said != "left" or member not in self._late:  # who has answered may leave
+            self._late[member] = said
         self._awaited.discard(member)
         if self._ended.is_set() and not self._awaited:
             self._installed.set()
