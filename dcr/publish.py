@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from dcr import digest, frames, kernels, plugins
 from dcr.baseline import Baseline, HealSet
 from dcr.budget import ByteBudget, MiB
-from dcr.closing import close, started
+from dcr.closing import Contexts, started
 from dcr.commit import Votes
 from dcr.errors import DcrError, DigestMismatch, StateError, VoteError, WireError
 from dcr.frames import FRAME_ELEMS, Layout
@@ -144,20 +143,20 @@ class Publisher:
     # ------------------------------------------------------------------ life
 
     async def __aenter__(self) -> Publisher:
-        self._stack = stack = AsyncExitStack()
+        self._contexts = contexts = Contexts()
         try:
-            self._run: Run = await stack.enter_async_context(self._transport.open(self._url))
-            self._link = await stack.enter_async_context(self._run.sender())
-            send, receive = anyio.create_memory_object_stream[Refit](1)
-            self._requests = stack.enter_context(send)
-            stack.enter_context(receive)
-            self._group = await stack.enter_async_context(anyio.create_task_group())
-            stack.callback(self._group.cancel_scope.cancel)
+            self._run: Run = await contexts.enter(self._transport.open(self._url))
+            self._link = await contexts.enter(self._run.sender())
+            self._requests, receive = anyio.create_memory_object_stream[Refit](1)
+            contexts.call(self._requests.close)
+            contexts.call(receive.close)
+            self._group = await contexts.enter(anyio.create_task_group())
+            contexts.call(self._group.cancel_scope.cancel)
             await started(self._group, self._start)
             self._group.start_soon(self._listen)
             self._group.start_soon(self._work, receive)
         except BaseException as error:
-            await close(stack, type(error), error, error.__traceback__)
+            await contexts.close(error)
             raise
         return self
 
@@ -176,7 +175,7 @@ class Publisher:
             if error is None:
                 await self._settled()
         finally:
-            await close(self._stack, kind, error, at)
+            await self._contexts.close(error)
 
     async def _settled(self) -> None:
         """The version before has ended, and somebody knows how."""

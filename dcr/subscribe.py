@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -19,7 +19,7 @@ import anyio
 
 from dcr import chain, plugins
 from dcr.budget import ByteBudget, MiB
-from dcr.closing import close
+from dcr.closing import Contexts
 from dcr.commit import MAY_SERVE, Member, Receipt, member_after
 from dcr.errors import (
     BaseMismatch,
@@ -135,29 +135,29 @@ class Subscriber:
     # ------------------------------------------------------------------ life
 
     async def __aenter__(self) -> Subscriber:
-        self._stack = stack = AsyncExitStack()
+        self._contexts = contexts = Contexts()
         try:
-            self._run: Run = await stack.enter_async_context(self._transport.open(self._url))
-            self._link = await stack.enter_async_context(self._run.member(self._ref))
+            self._run: Run = await contexts.enter(self._transport.open(self._url))
+            self._link = await contexts.enter(self._run.member(self._ref))
             self._mail = _Mail(self._link)
             self._offer_to, self._offers = anyio.create_memory_object_stream[Version](1)
-            stack.enter_context(self._offer_to)
-            stack.enter_context(self._offers)
-            self._group = await stack.enter_async_context(anyio.create_task_group())
-            stack.callback(self._group.cancel_scope.cancel)
+            contexts.call(self._offer_to.close)
+            contexts.call(self._offers.close)
+            self._group = await contexts.enter(anyio.create_task_group())
+            contexts.call(self._group.cancel_scope.cancel)
             self._group.start_soon(self._live)
             await self._begun.wait()
             if self._error is not None:
                 raise self._error
         except BaseException as error:
-            await close(stack, type(error), error, error.__traceback__)
+            await contexts.close(error)
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        await close(self._stack, kind, error, at)
+        await self._contexts.close(error)
 
     async def _live(self) -> None:
         """All of this member's work, in one task: so that leaving comes last, however its user is cancelled."""
