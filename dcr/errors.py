@@ -69,6 +69,10 @@ class VoteError(RemoteError):
     """Not enough members prepared an attempt; the version was given up."""
 
 
+class NotCommittedError(RemoteError):
+    """The head could not be moved, and it is known that it was not: the version was given up."""
+
+
 class Fenced(RemoteError):
     """Another publisher took a later term: this one may no longer move the head."""
 

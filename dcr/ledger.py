@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import uuid
 
+import anyio
+
 from dcr.commit import Sender, after
-from dcr.errors import Fenced
+from dcr.errors import Fenced, NotCommittedError
 from dcr.seams import Ledger
 from dcr.wire import Head, Identity
+
+TRIES, PAUSE_S = 3, 0.2
 
 
 class Headship:
@@ -29,17 +33,29 @@ class Headship:
             if await ledger.swap(ours, tag):
                 return cls(ledger, ours)
 
+    async def require(self) -> None:
+        """The head is still as this publisher left it.
+
+        Raises:
+            Fenced: it is another publisher's.
+        """
+        now, _ = await self._ledger.read()
+        if now != self.head:
+            raise Fenced("another publisher has taken a later term: this one may not publish any more")
+
     async def move(self, identity: Identity, root: bytes) -> None:
         """Make a sealed attempt the version. A swap without an answer, or refused, is read back, never retried blind.
 
         Raises:
             Fenced: the head is another publisher's; the attempt is not, and will not be, the version.
+            NotCommittedError: it could not be moved, several times, and was not.
             Exception: the head can be neither swapped nor read: whether it moved is not known.
         """
         now, tag = await self._ledger.read()
         state = Sender.SWAPPING if now == self.head else Sender.FENCED
         ours = Head(self.head.run, self.head.term, identity, root)
         failure: Exception | None = None
+        tries = 0
         while state is not Sender.COMMITTED:
             if state is Sender.FENCED:
                 raise Fenced(f"{identity} was not committed: another publisher has moved the head since") from failure
@@ -50,6 +66,11 @@ class Headship:
             state = after(state, event)
             if state is Sender.UNKNOWN:
                 state = await self._read_back(ours, tag, failure)
+            if state is Sender.SWAPPING:
+                tries += 1
+                if tries == TRIES:
+                    raise NotCommittedError(f"{identity}: the head could not be moved: {failure!r}") from failure
+                await anyio.sleep(PAUSE_S * tries)
         self.head = ours
 
     async def _read_back(self, ours: Head, base: bytes, failure: Exception | None) -> Sender:

@@ -22,7 +22,7 @@ from dcr.baseline import Baseline, HealSet
 from dcr.budget import ByteBudget, MiB
 from dcr.closing import Contexts, started
 from dcr.commit import Votes
-from dcr.errors import DcrError, DigestMismatch, StateError, VoteError, WireError
+from dcr.errors import DcrError, DigestMismatch, Fenced, NotCommittedError, StateError, VoteError, WireError
 from dcr.frames import FRAME_ELEMS, Layout
 from dcr.ledger import Headship
 from dcr.observe import Event, Observer, Summary, ignore
@@ -90,6 +90,7 @@ class Publisher:
         self._roster = Roster(observe)
         self._refit: Refit | None = None
         self._turn = anyio.Lock()
+        self._drained = anyio.Event()
         self._last_version = -1
         self._broken: Exception | None = None
         self.heal_set = HealSet()
@@ -115,9 +116,12 @@ class Publisher:
                     f"version {number} is not new: this run has used {self._last_version}; "
                     f"publish {self._last_version + 1} or more"
                 )
-            self._last_version = number
-            self._refit = refit = Refit(number)
-            await self._requests.send(refit)
+            refit = Refit(number)
+            try:
+                self._requests.send_nowait(refit)  # there is room: the version before has ended
+            except (AttributeError, anyio.ClosedResourceError, anyio.BrokenResourceError):
+                raise StateError("this publisher is not open: use it within `async with`") from None
+            self._last_version, self._refit = number, refit
             return refit
 
     async def captured(self) -> None:
@@ -174,7 +178,10 @@ class Publisher:
         try:
             if error is None:
                 await self._settled()
+                self._requests.close()
+                await self._drained.wait()
         finally:
+            self._roster.end(StateError("the publisher was closed"))
             await self._contexts.close(error)
 
     async def _settled(self) -> None:
@@ -229,6 +236,7 @@ class Publisher:
             except BaseException:
                 refit.fail(StateError(f"the publisher was closed while version {refit.version} was in flight"))
                 raise
+        self._drained.set()
 
     def _emit(self, name: str, version: int, **rest: Any) -> None:
         self._observe(Event(name, version, **rest))
@@ -238,6 +246,11 @@ class Publisher:
     async def _publish(self, refit: Refit) -> None:
         began_s = time.monotonic()
         head, base = self._headship.head, self._baseline.identity
+        try:
+            await self._headship.require()
+        except Fenced as error:
+            self._broken = error
+            raise
         identity = Identity(head.run, head.term, refit.version, 1)
         votes = self._roster.open(identity, base, self._quorum, refit)
         compress = Compress(identity, self._codec, self._operation, self._budget, workers=self._workers)
@@ -274,7 +287,7 @@ class Publisher:
         self._emit("committed", refit.version, nbytes=report.wire_bytes)
         try:
             await self._anchor(identity, is_anchor=base is None)
-        except (DcrError, OSError) as error:  # the version is committed; only late joiners read more
+        except Exception as error:  # the version is committed; only late joiners read more
             self._emit("anchor_failed", refit.version, detail=f"{type(error).__name__}: {error}")
 
     async def _anchor(self, committed: Identity, *, is_anchor: bool) -> None:
@@ -397,7 +410,8 @@ class Publisher:
         """Move the head, then the baseline; neither is interrupted.
 
         Raises:
-            Fenced: another publisher has taken over. Else what made the outcome unknowable: this publisher is broken.
+            NotCommittedError: the head could not be moved, and was not. Fenced: another publisher has taken over. Else
+                what made the outcome unknowable. After the last two this publisher is of no use any more.
         """
         base = self._baseline.identity
         with anyio.CancelScope(shield=True):
@@ -405,7 +419,8 @@ class Publisher:
                 with anyio.fail_after(COMMIT_TIMEOUT_S):
                     await self._headship.move(votes.identity, votes.root)
             except Exception as error:
-                self._broken = error
+                if not isinstance(error, NotCommittedError):
+                    self._broken = error
                 self._baseline.drop()
                 raise
             indices = await anyio.to_thread.run_sync(self._baseline.fold, votes.identity)

@@ -66,6 +66,7 @@ class Refit:
         self._installed = anyio.Event()
         self._report: Report | None = None
         self._error: Exception | None = None
+        self._abandoned: Exception | None = None
         self._late: dict[MemberRef, str] = {}
         self._awaited: set[MemberRef] = set()
 
@@ -89,6 +90,8 @@ class Refit:
         """
         report = await self.committed()
         await self._installed.wait()
+        if self._abandoned is not None:
+            raise self._abandoned
         return {**report.members, **{ref.member: said for ref, said in self._late.items()}}
 
     @property
@@ -107,7 +110,9 @@ class Refit:
             self._installed.set()
 
     def fail(self, error: Exception) -> None:
-        """For the publisher: it was given up."""
+        """For the publisher: it was given up. What has been committed stays so."""
+        if self._ended.is_set():
+            return
         self._error = error
         for event in (self._captured, self._ended, self._installed):
             event.set()
@@ -119,6 +124,17 @@ class Refit:
         self._awaited.discard(member)
         if self._ended.is_set() and not self._awaited:
             self._installed.set()
+
+    def abandon(self, error: Exception) -> None:
+        """For the publisher: nobody will be heard any more."""
+        if self._ended.is_set() and not self._installed.is_set():
+            self._abandoned = error
+            self._installed.set()
+
+    @property
+    def settled(self) -> bool:
+        """Every member that prepared it has answered."""
+        return self._installed.is_set()
 
     def _raise_error(self) -> None:
         if self._error is not None:

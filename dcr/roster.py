@@ -23,7 +23,7 @@ class Roster:
         self._ended: Exception | None = None
         self._again: set[int] = set()
         self._votes: Votes | None = None
-        self._refit: Refit | None = None
+        self._refits: dict[int, Refit] = {}  # those that a member is still to answer
         self.holds: dict[MemberRef, Identity | None] = {}  # what each member has installed, or prepared and committed
 
     def __len__(self) -> int:
@@ -37,13 +37,16 @@ class Roster:
 
         Raises: what ended the link, if it has ended.
         """
-        await self._news.wait()
+        if self._ended is None:
+            await self._news.wait()
         if self._ended is not None:
             raise self._ended
 
     def end(self, error: Exception) -> None:
         """The link to the members has ended: nobody will be heard any more."""
-        self._ended = error
+        self._ended = self._ended or error
+        for refit in self._refits.values():
+            refit.abandon(self._ended)
         self._tell()
 
     def electorate(self, base: Identity | None) -> frozenset[MemberRef]:
@@ -53,7 +56,8 @@ class Roster:
     def open(self, identity: Identity, base: Identity | None, quorum: int | Literal["all"], refit: Refit) -> Votes:
         """A new attempt: its votes, counted from here on, and who is told of installations."""
         self._again.clear()
-        self._refit = refit
+        self._refits = {version: one for version, one in self._refits.items() if not one.settled}
+        self._refits[refit.version] = refit
         self._votes = Votes(identity, b"", self.electorate(base), quorum)
         return self._votes
 
@@ -101,8 +105,8 @@ class Roster:
         self.holds.pop(member, None)
         if self._votes is not None:
             self._votes.leave(member)
-        if self._refit is not None:
-            self._refit.answer(member, "left")
+        for refit in self._refits.values():
+            refit.answer(member, "left")
         self._emit("left", None, member)
 
     def _ack(self, ack: Ack) -> None:
@@ -134,8 +138,8 @@ class Roster:
         self._emit("refused", version, nack.member, detail=nack.reason)
 
     def _answer(self, version: int, member: MemberRef, said: str) -> None:
-        if self._refit is not None and self._refit.version == version:
-            self._refit.answer(member, said)
+        if version in self._refits:
+            self._refits[version].answer(member, said)
 
     def _tell(self) -> None:
         news, self._news = self._news, anyio.Event()

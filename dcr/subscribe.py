@@ -37,9 +37,9 @@ from dcr.errors import (
 from dcr.observe import Event, Observer, ignore
 from dcr.rank import Prepared, Rank, find_codec, reader
 from dcr.seams import Codec, Link, Loader, Run, Store, Transport
-from dcr.stages.transfer import Aborted
+from dcr.stages.transfer import Aborted, Superseded
 from dcr.version import Version
-from dcr.wire import Abort, Ack, Chunk, Head, Identity, Join, Leave, MemberRef, Message, Nack, Open
+from dcr.wire import Abort, Ack, Chunk, Head, Header, Identity, Join, Leave, MemberRef, Message, Nack, Open
 
 LEAVE_TIMEOUT_S = 5.0
 
@@ -122,7 +122,7 @@ class Subscriber:
         Raises:
             StateError: the version before was not installed: the next one stands on it.
         """
-        if self._offered is not None and not self._offered.installed and self._state is not Member.POISONED:
+        if self._offered is not None and not self._offered.over:
             raise StateError(f"version {self._offered.number} was offered and not installed; install it first")
         try:
             self._offered = await self._offers.receive()
@@ -166,10 +166,7 @@ class Subscriber:
         finally:
             self._begun.set()
             with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
-                try:
-                    await self._link.send(Message(Leave(self._ref)))
-                except (DcrError, OSError) as error:
-                    self._emit("failed", detail=f"it could not say that it leaves: {error}")
+                await self._say(Leave(self._ref))
 
     async def _work(self) -> None:
         with self._offer_to:
@@ -235,11 +232,16 @@ class Subscriber:
             head = await self._committed()
             if head is None or head == self._holds:
                 return
-            links = await self._links(store, head)
-            if self._holds is None or links[0].open.base is None:
-                await self._offer(Version(head, "seed", None), partial(self._seed, store, links, head))
-            else:
-                await self._follow(store, links[0])
+            try:
+                links = await self._links(store, head)
+                if self._holds is None or links[0].open.base is None:
+                    await self._offer(Version(head, "seed", None), partial(self._seed, store, head))
+                else:
+                    await self._follow(store, links[0])
+            except IncompleteError:
+                if await self._committed() == head:
+                    raise
+                continue  # what was being read has been removed, since there is something newer
 
     async def _links(self, store: Store, head: Identity) -> list[chain.Stored]:
         if self._holds is not None:
@@ -254,16 +256,24 @@ class Subscriber:
         self._move("opened")
         try:
             prepared = await self._prepare(link.opened, link.open, store=store)
+        except IncompleteError:
+            self._move("dropped")
+            raise
         except (BaseMismatch, DigestMismatch) as error:
-            await self._doubt(link.open.identity, error)
+            if not await self._doubt(link.open.identity, error):
+                raise  # memory is as it should be: it is the stored version that does not fit
             return
         self._move("prepared")
         self._move("head_names_it")
         await self._offer_prepared(prepared)
 
-    async def _seed(self, store: Store, links: list[chain.Stored], identity: Identity) -> Exception | None:
+    async def _seed(self, store: Store, identity: Identity) -> Exception | None:
         """Write stored versions over whatever live memory holds: an anchor, and the deltas after it."""
         began_s = time.monotonic()
+        try:
+            links = await chain.back_from(store, identity, until=None)
+        except IncompleteError as error:
+            return error  # nothing has been written
         if self._holds is not None:
             self._holds = None
             self._move("lost_trust")
@@ -293,6 +303,8 @@ class Subscriber:
             prepared = await self._vote(opened, header)
         except Aborted as error:
             self._emit("aborted", identity.version, detail=str(error))
+            if isinstance(error, Superseded):
+                self._mail.put_back(error.message)
         except (BaseMismatch, DigestMismatch) as error:
             await self._refuse(identity, error)
             await self._doubt(identity, error)
@@ -378,17 +390,21 @@ class Subscriber:
         if not isinstance(error, RunMismatch):
             await self._link.send(Message(Nack(self._ref, identity, self._holds, reason)))
 
-    async def _doubt(self, identity: Identity, error: BaseMismatch | DigestMismatch) -> None:
-        """Old or new bits are not those expected: look at what live memory really holds before anybody is blamed."""
+    async def _doubt(self, identity: Identity, error: BaseMismatch | DigestMismatch) -> bool:
+        """Old or new bits are not those expected: look at what live memory really holds before anybody is blamed.
+
+        True if it is not what it should be: then it is not trusted any more.
+        """
         if self._holds is None:
-            return
+            return False
         believed = self._rank.root
         if await self._rank.rescan() == believed:
             self._move("dropped")
-            return
+            return False
         self._emit("lost_trust", identity.version, detail=str(error))
         self._holds = None
         self._move("lost_trust")
+        return True
 
     # ------------------------------------------------------------------ installing
 
@@ -398,9 +414,10 @@ class Subscriber:
             await self._offer_to.send(version)
             while not version.installed:
                 await version.wanted()
-                version.answer(await install())
-                if self._state is Member.POISONED:
-                    break
+                error = await install()
+                version.answer(error)
+                if self._state is Member.POISONED or isinstance(error, IncompleteError):
+                    break  # it is offered again, or a newer one instead
         finally:
             version.close()
 
@@ -430,12 +447,19 @@ class Subscriber:
         self._holds = identity
         self._move("installed")
         self._emit("installed", identity.version, detail=f"{time.monotonic() - began_s:.6f} s")
-        await self._link.send(Message(Ack("installed", self._ref, identity, root)))
-        await self._link.send(Message(Join(self._ref, identity)))
+        await self._say(Ack("installed", self._ref, identity, root))
+        await self._say(Join(self._ref, identity))
+
+    async def _say(self, header: Header) -> None:
+        """Report what has happened; a report that does not get through does not change what has."""
+        try:
+            await self._link.send(Message(header))
+        except (DcrError, OSError) as error:
+            self._emit("unsaid", detail=f"{type(header).__name__}: {type(error).__name__}: {error}")
 
     async def _poison(self, identity: Identity, error: Exception) -> None:
         reason = f"poisoned: {type(error).__name__}: {error}"
         self._holds = None
         self._move("failed")
         self._emit("poisoned", identity.version, detail=reason)
-        await self._link.send(Message(Nack(self._ref, identity, None, reason)))
+        await self._say(Nack(self._ref, identity, None, reason))

@@ -28,11 +28,18 @@ class Version:
         self._closed = False
 
     @property
+    def over(self) -> bool:
+        """It is installed, or cannot be any more."""
+        return self.installed or self._closed
+
+    @property
     def number(self) -> int:
         return self.identity.version
 
     async def install(self) -> None:
         """Write it, read it back, and report it installed. After an error that is not `Poisoned`, try again.
+
+        A cancellation waits until the write has ended: weights do not change after this call has returned.
 
         Raises:
             ReadBackError: memory did not keep what was written; it was undone, the version before still serves.
@@ -44,9 +51,9 @@ class Version:
             raise StateError(f"version {self.number} {'is' if self.installed else 'is being'} installed already")
         if self._closed:
             raise StateError(f"version {self.number} can not be installed any more: its subscriber has ended")
+        answered = self._answered = anyio.Event()
         self._wanted.set()
-        await self._answered.wait()
-        self._answered = anyio.Event()
+        await _to_the_end(answered)
         if self._error is not None:
             raise self._error
 
@@ -65,3 +72,16 @@ class Version:
         self._closed = True
         if self._wanted.is_set():
             self.answer(StateError(f"the subscriber ended while version {self.number} was being installed"))
+
+
+async def _to_the_end(answered: anyio.Event) -> None:
+    """Wait for an answer, whatever cancels the wait; a shield alone would not hold back `task.cancel()`."""
+    cancelled: BaseException | None = None
+    while not answered.is_set():
+        try:
+            with anyio.CancelScope(shield=True):
+                await answered.wait()
+        except anyio.get_cancelled_exc_class() as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

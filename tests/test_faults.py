@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import mmap
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,17 @@ import torch
 from refits import FAST, Rollout, Weights, empty_like, publish, require_equal, running, set_bits, state
 
 import dcr
-from dcr.errors import DigestMismatch, Fenced, IncompleteError, Poisoned, ReadBackError, StateError, VoteError
+from dcr.errors import (
+    DigestMismatch,
+    Fenced,
+    IncompleteError,
+    NotCommittedError,
+    Poisoned,
+    ReadBackError,
+    SchemaError,
+    StateError,
+    VoteError,
+)
 from dcr.testing import FaultyTransport, flip_bit, flip_one_chunk
 from dcr.wire import Ack, Chunk, Header, Identity, Message, Open, Seal
 
@@ -547,3 +559,118 @@ async def test_an_error_of_a_version_that_nobody_asked_about_is_told_by_the_next
             await publisher.publish(3)
         report = await publish(publisher, 3)
         assert report.version == 3
+
+
+class Slow:
+    """A loader that waits, in its thread, before it writes."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._loader = dcr.loader("module", module)
+        for name in ("bind", "epoch", "prepare", "digest", "undo"):
+            setattr(self, name, getattr(self._loader, name))
+
+    def install(self, ready: Any) -> None:
+        threading.Event().wait(0.2)
+        self._loader.install(ready)
+
+
+@pytest.mark.parametrize("how", ["scope", "native"])
+async def test_no_weight_changes_after_a_cancelled_install_has_returned(
+    tmp_path: Path, trainer: Weights, how: str
+) -> None:
+    receiver = empty_like(trainer, torch.clone)
+    url = f"local://{tmp_path}"
+    async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
+        await publish(publisher, 1)
+        async with dcr.subscriber(url, loader=Slow(receiver), member="m", transport=FAST) as versions:
+            touch(trainer, 2)
+            await publish(publisher, 2)
+            version = await anext(versions)
+            if how == "scope":
+                with anyio.move_on_after(0.05):
+                    await version.install()
+            else:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await version.install()
+            assert version.installed
+            require_equal(receiver, state(trainer))
+
+
+async def test_a_chunk_that_was_sent_again_leaves_a_version_that_joiners_can_read(
+    tmp_path: Path, trainer: Weights
+) -> None:
+    rollout = Rollout(empty_like(trainer))
+    async with (
+        running(tmp_path, [rollout]) as url,
+        dcr.publisher(
+            url, source=dcr.source(trainer), transport=FaultyTransport(FAST, on_send=flip_one_chunk(1))
+        ) as publisher,
+    ):
+        await publisher.joined(1)
+        report = await publish(publisher, 1)
+        assert report.sent_again
+        await rollout.reached(1)
+        require_equal(rollout.module, state(trainer))
+
+
+async def test_what_others_put_into_the_run_directory_is_not_taken_for_the_runs(
+    tmp_path: Path, trainer: Weights
+) -> None:
+    for folder in ("attempts", "members"):
+        (tmp_path / folder / ".snapshot").mkdir(parents=True)
+        (tmp_path / folder / ".DS_Store").write_bytes(b"x")
+    rollout = Rollout(empty_like(trainer))
+    async with (
+        running(tmp_path, [rollout]) as url,
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
+    ):
+        await publisher.joined(1)
+        await publish(publisher, 1)
+        await rollout.reached(1)
+        require_equal(rollout.module, state(trainer))
+
+
+async def test_installations_are_heard_beside_an_anchor_and_a_later_version(tmp_path: Path, trainer: Weights) -> None:
+    rollout = Rollout(empty_like(trainer))
+    async with (
+        running(tmp_path, [rollout]) as url,
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST, anchor_every=1) as publisher,
+    ):
+        await publisher.joined(1)
+        refits = []
+        for version in (1, 2, 3):
+            touch(trainer, version)
+            refits.append(await publisher.publish(version))
+            await refits[-1].committed()
+        with anyio.fail_after(10):
+            for refit in refits:
+                assert (await refit.installed())["rollout"] in ("installed", "behind")
+    with pytest.raises(StateError, match="not open"):
+        await publisher.publish(4)
+
+
+async def test_a_negated_view_is_refused(trainer: Weights) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("b", torch.zeros(3, dtype=torch.complex64).conj().imag)
+    with pytest.raises(SchemaError, match="resolve_neg"):
+        dcr.source(module)
+
+
+async def test_a_head_that_cannot_be_moved_gives_the_version_up_and_the_next_one_goes_on(
+    tmp_path: Path, trainer: Weights
+) -> None:
+    url = f"local://{tmp_path}"
+    async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
+        await publish(publisher, 1)
+        swap = publisher._headship._ledger.swap
+
+        async def full(head: Any, tag: bytes) -> bool:
+            raise OSError(28, "No space left on device")
+
+        publisher._headship._ledger.swap = full
+        touch(trainer, 2)
+        with pytest.raises(NotCommittedError, match="No space left"):
+            await publish(publisher, 2)
+        publisher._headship._ledger.swap = swap
+        assert (await publish(publisher, 3)).version == 3

@@ -139,6 +139,8 @@ def _require_plain(name: str, tensor: torch.Tensor) -> None:
             f"{name}: expected a dense tensor in host memory, found {type(tensor.data).__name__} "
             f"({tensor.layout}, {tensor.device}); it needs a source or loader of its kind (see `dcr plugins`)"
         )
+    if tensor.is_neg() or tensor.is_conj():
+        raise SchemaError(f"{name} is a lazily negated view, its memory holds other bits; call resolve_neg() first")
     if dtype not in WIDTHS:
         raise SchemaError(f"{name}: dtype {dtype} is not one of {', '.join(WIDTHS)}")
 

@@ -16,7 +16,7 @@ from dcr.frames import Layout
 from dcr.pipeline import Inbox, Outbox
 from dcr.seams import Link
 from dcr.stages.compress import Parcel
-from dcr.wire import Abort, Chunk, ChunkRef, Message, Seal
+from dcr.wire import Abort, Chunk, ChunkRef, Message, Open, Seal
 
 
 class Transfer:
@@ -41,6 +41,14 @@ class Transfer:
 
 class Aborted(Exception):
     """The publisher gave up the attempt that is being fetched."""
+
+
+class Superseded(Aborted):
+    """Another attempt has been opened meanwhile; `message` is its Open."""
+
+    def __init__(self, message: Message) -> None:
+        super().__init__("another attempt was opened")
+        self.message = message
 
 
 class Fetch:
@@ -69,6 +77,7 @@ class Fetch:
         self._again = again
         self._timeout_s = timeout_s
         self._retries = retries
+        self._bad: PayloadError | None = None
         self._frames = len(layout.frames)
         self._worst_bytes = (
             max(codecs.worst_case_bytes(frame.numel, frame.width) for frame in layout.frames) if layout.frames else 0
@@ -108,6 +117,8 @@ class Fetch:
                 self.seal = message
             case Abort(identity=identity, reason=reason) if identity == self._receipt.identity:
                 raise Aborted(reason)
+            case Open(identity=identity) if identity != self._receipt.identity:
+                raise Superseded(message)
             case _:
                 pass
         return None
@@ -116,6 +127,10 @@ class Fetch:
         try:
             with anyio.fail_after(self._timeout_s):
                 return await self._receive()
+        except IncompleteError:
+            if self._bad is not None:
+                raise self._bad from None
+            raise
         except TimeoutError:
             missing = self._receipt.missing
             awaited = "its seal" if missing is None else f"the chunks of frames {sorted(missing)[:8]}"
@@ -131,7 +146,10 @@ class Fetch:
         try:
             await anyio.to_thread.run_sync(wire.check_chunk, chunk, body)
         except PayloadError as error:
-            if self._again is None or not self._retries:
+            if self._again is None:
+                self._bad = error  # one that was sent again may lie behind it
+                return None
+            if not self._retries:
                 raise
             self._retries -= 1
             await self._again(chunk, error)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections import deque
@@ -37,6 +38,7 @@ from dcr.wire import Abort, Ack, Chunk, Commit, Head, Identity, Join, Leave, Mem
 
 T = TypeVar("T")
 TEMPORARY = ".tmp"
+ATTEMPT = re.compile(r"\d{12,}\.\d{6,}\.\d{4,}")
 
 
 class LocalTransport:
@@ -111,12 +113,16 @@ class _Disk:
     def write(self, path: Path, data: bytes, *, flush: bool = False) -> None:
         """Make a file appear under its name with all of its bytes."""
         temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
-        with temporary.open("wb") as file:
-            file.write(data)
-            if flush and self._fsync:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                if flush and self._fsync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def sync(self, *paths: Path) -> None:
         """Flush files, or the names in folders, to the disk."""
@@ -199,7 +205,7 @@ class _Store:
 
     async def newest(self) -> int:
         """See `dcr.seams.Store.newest`."""
-        folders = await anyio.to_thread.run_sync(_listed, self._attempts)
+        folders = await anyio.to_thread.run_sync(_attempt_folders, self._attempts)
         return max((_order(folder.name)[0] for folder in folders), default=-1)
 
     async def prune(self, keep: Set[Identity], below: int) -> None:
@@ -208,7 +214,7 @@ class _Store:
 
     def _attempts_at(self, version: int) -> list[Identity]:
         found = []
-        for folder in _listed(self._attempts):
+        for folder in _attempt_folders(self._attempts):
             if _order(folder.name)[0] == version and (folder / "seal").exists() and not (folder / "abort").exists():
                 header = _load(folder / "open").header
                 assert isinstance(header, Open)
@@ -216,7 +222,7 @@ class _Store:
         return found
 
     def _prune(self, keep: Set[str], below: int) -> None:
-        for folder in _listed(self._attempts):
+        for folder in _attempt_folders(self._attempts):
             if _order(folder.name)[0] < below and folder.name not in keep:
                 gone = folder.with_name(folder.name + TEMPORARY)
                 folder.rename(gone)
@@ -231,7 +237,8 @@ class _SenderLink:
         self._members = run.root / "members"
         self._folder: Path | None = None
         self._chunks = 0
-        self._seen: set[Path] = set()
+        self._folders: deque[Path] = deque(maxlen=8)  # of the attempts that members may still answer
+        self._seen: set[tuple[Path, int]] = set()
         self._joined: dict[Path, MemberRef] = {}
         self._beats: dict[Path, tuple[int, float]] = {}
 
@@ -257,6 +264,7 @@ class _SenderLink:
                 self._folder = self._run.root / "attempts" / _name(identity)
                 (self._folder / "votes").mkdir(parents=True)
                 self._chunks = 0
+                self._folders.append(self._folder)
                 disk.write(self._folder / "open", data)
             case Chunk(identity=identity):
                 disk.write(self._attempt(identity) / f"{self._chunks:08d}.chunk", data)
@@ -267,11 +275,24 @@ class _SenderLink:
                 disk.write(folder / "seal", data, flush=True)
                 disk.sync(folder)
             case Abort(identity=identity):
-                disk.write(self._attempt(identity) / "abort", data)
+                self._abort(self._attempt(identity), data)
             case Commit():
                 pass  # members look at the head itself
             case header:
                 raise LocalError(f"a publisher does not send {type(header).__name__}")
+
+    def _abort(self, folder: Path, data: bytes) -> None:
+        """Say that it is given up, and remove its chunks; in this order, unless the disk is full."""
+        try:
+            self._run.disk.write(folder / "abort", data)
+        except OSError:
+            self._remove_chunks(folder)
+            self._run.disk.write(folder / "abort", data)
+        self._remove_chunks(folder)
+
+    def _remove_chunks(self, folder: Path) -> None:
+        for path in folder.glob("*.chunk"):
+            path.unlink(missing_ok=True)
 
     def _attempt(self, identity: Identity) -> Path:
         if self._folder is None or self._folder.name != _name(identity):
@@ -280,11 +301,13 @@ class _SenderLink:
 
     def _receive(self) -> Message | None:
         now = {path for path in _listed(self._members) if self._alive(path)}
-        votes = _listed(self._folder / "votes") if self._folder else []
-        for path in sorted((*now, *votes)):
-            if path in self._seen:
+        votes = [path for folder in list(self._folders) for path in _listed(folder / "votes")]
+        keys = {path: (path, _inode(path)) for path in (*now, *votes)}  # a Join that is written anew is news
+        self._seen &= set(keys.values())
+        for path, key in sorted(keys.items()):
+            if key in self._seen:
                 continue
-            self._seen.add(path)
+            self._seen.add(key)
             try:
                 message = _load(path)
             except IncompleteError:
@@ -293,7 +316,6 @@ class _SenderLink:
                 self._joined[path] = message.header.member
             return message
         for path in self._joined.keys() - now:
-            self._seen.discard(path)
             return Message(Leave(self._joined.pop(path)))
         return None
 
@@ -304,7 +326,8 @@ class _SenderLink:
         except FileNotFoundError:
             return False
         now_s = time.monotonic()
-        beat, since_s = self._beats.get(path, (stamp, now_s))
+        age_s = max(0.0, time.time() - stamp / 1e9)  # for a file that was there before this publisher
+        beat, since_s = self._beats.get(path, (stamp, now_s - age_s))
         if beat != stamp:
             since_s = now_s
         self._beats[path] = stamp, since_s
@@ -342,7 +365,7 @@ class _MemberLink:
         """Show that this member lives."""
         while True:
             await anyio.sleep(self._run.stale_s / 10)
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 await anyio.to_thread.run_sync(os.utime, self._join)
 
     async def send(self, message: Message) -> None:
@@ -363,7 +386,8 @@ class _MemberLink:
             case Ack(identity=identity) | Nack(identity=identity):
                 folder = self._run.root / "attempts" / _name(identity) / "votes"
                 self._votes += 1
-                disk.write(folder / f"{_file_name(self._ref)}.{self._votes}", data)
+                with suppress(FileNotFoundError):  # the attempt was removed: nobody counts its votes
+                    disk.write(folder / f"{_file_name(self._ref)}.{self._votes}", data)
             case header:
                 raise LocalError(f"a member does not send {type(header).__name__}")
 
@@ -383,7 +407,9 @@ class _MemberLink:
     def _open(self, head: Head) -> Message | None:
         """The newest attempt that is live: not seen before, of the head's term, beyond its version, not given up."""
         floor = head.identity.version if head.identity else -1
-        for folder in sorted(_listed(self._run.root / "attempts"), key=lambda path: _order(path.name), reverse=True):
+        for folder in sorted(
+            _attempt_folders(self._run.root / "attempts"), key=lambda path: _order(path.name), reverse=True
+        ):
             version, term, _ = _order(folder.name)
             if folder.name == self._last or version <= floor:
                 return None
@@ -403,18 +429,29 @@ class _MemberLink:
             return message
         return None
 
+    def _wait_over(self, folder: Path) -> Message:
+        """The next message that waits in the attempt's folder; or its end, if that has come meanwhile."""
+        try:
+            return _load(self._waiting.popleft())
+        except IncompleteError:
+            if not (folder / "abort").exists():
+                raise
+            self._waiting.clear()
+            self._folder = None
+            return _load(folder / "abort")
+
     def _next_of(self, folder: Path, head: Head) -> Message | None:
         """What is new of the attempt that was opened: chunks in order, the seal behind them, or its end."""
         assert self._opened is not None
         if self._waiting:
-            return _load(self._waiting.popleft())
+            return self._wait_over(folder)
         present = {path.name: path for path in _listed(folder)}
         news = [present[name] for name in sorted(present) if name.endswith(".chunk")]
         news += [present[name] for name in present if name == "seal"]
         self._waiting.extend(path for path in news if path not in self._seen)
         self._seen.update(news)
         if self._waiting:
-            return _load(self._waiting.popleft())
+            return self._wait_over(folder)
         if "abort" in present:
             self._folder = None
             return _load(present["abort"])
@@ -424,6 +461,13 @@ class _MemberLink:
         if not present:
             raise IncompleteError(f"{folder} vanished while it was being read")
         return None
+
+
+def _inode(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return 0
 
 
 async def _polled(look: Callable[[], T | None], poll_s: float) -> T:
@@ -455,6 +499,11 @@ def _listed(folder: Path) -> list[Path]:
         return []
 
 
+def _attempt_folders(folder: Path) -> list[Path]:
+    """The attempts in a folder; what somebody else has put there is not one."""
+    return [path for path in _listed(folder) if ATTEMPT.fullmatch(path.name)]
+
+
 def _load(path: Path) -> Message:
     """The message in a file.
 
@@ -465,6 +514,8 @@ def _load(path: Path) -> Message:
         data = path.read_bytes()
     except FileNotFoundError:
         raise IncompleteError(f"{path} is missing: it was removed, or never written") from None
+    except IsADirectoryError:
+        raise WireError(f"{path} is a directory: somebody else has put it there") from None
     try:
         return wire.parse(data)
     except RemoteError as error:
