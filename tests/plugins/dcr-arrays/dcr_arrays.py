@@ -1,0 +1,73 @@
+"""A loader: an engine whose weights are numpy arrays. `Placement` does the work; this says where the weights lie."""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from dcr.boxes import whole
+from dcr.errors import SchemaError
+from dcr.frames import Layout
+from dcr.patch import Change
+from dcr.placement import Place, Placement
+from dcr.ready import Ready
+from dcr.schema import TensorSpec
+
+
+@dataclass
+class Weight:
+    """dtype as in a checkpoint; bits: a contiguous unsigned array of the weight's shape."""
+
+    dtype: str
+    bits: np.ndarray
+
+
+Engine = dict[str, Weight]
+
+
+class ArrayLoader:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def bind(self, layout: Layout) -> None:
+        """Everything is checked before anything is kept: a binding that is refused leaves the one before it."""
+        specs = layout.schema.tensors
+        if missing := self._engine.keys() - {spec.name for spec in specs}:
+            raise SchemaError(f"held here and not published: {', '.join(sorted(missing))}")
+        weights = [self._find(spec) for spec in specs]
+        storages = [weight.bits.reshape(-1) for weight in weights]  # views: no copy
+        places = [Place(n, n, whole(spec.shape, _strides(weights[n].bits))) for n, spec in enumerate(specs)]
+        self._placement = Placement(layout, storages, places)
+
+    def epoch(self) -> bytes:
+        homes = [(name, weight.bits.ctypes.data, weight.bits.shape) for name, weight in self._engine.items()]
+        return hashlib.blake2b(repr(homes).encode(), digest_size=16).digest()
+
+    def prepare(self, frame: int, change: Change) -> Ready:
+        return self._placement.prepare(frame, change)
+
+    def install(self, ready: Ready) -> None:
+        self._placement.install(ready)
+
+    def undo(self, ready: Ready) -> None:
+        self._placement.undo(ready)
+
+    def digest(self) -> np.ndarray:
+        return self._placement.digest()
+
+    def _find(self, spec: TensorSpec) -> Weight:
+        weight = self._engine.get(spec.name)
+        if weight is None:
+            raise SchemaError(f"{spec.name} is published and has no place here")
+        if (weight.dtype, weight.bits.shape) != (spec.dtype, spec.shape):
+            raise SchemaError(
+                f"{spec.name}: published as {spec.dtype} {spec.shape}, held as {weight.dtype} {weight.bits.shape}"
+            )
+        if not weight.bits.flags.c_contiguous:
+            raise SchemaError(f"{spec.name} is not contiguous")
+        return weight
+
+
+def _strides(bits: np.ndarray) -> list[int]:
+    """In elements."""
+    return [stride // bits.itemsize for stride in bits.strides]
