@@ -34,7 +34,12 @@ FAULTS = st.one_of(
     _faults("member", "send", ("Ack", "Nack", "Join", "Leave")),
     _faults("member", "receive", ("Chunk", "Seal", "Open", "Abort", "Commit")),
     _faults("member", "store", ("Open", "Chunk", "Seal")),
-    *(_faults(who, at) for who in ("publisher", "member") for at in ("read", "swap") if (who, at) != ("member", "swap")),
+    *(
+        _faults(who, at)
+        for who in ("publisher", "member")
+        for at in ("read", "swap")
+        if (who, at) != ("member", "swap")
+    ),
 )
 STEPS: Mapping[type, st.SearchStrategy[Any]] = {
     Publish: st.builds(
@@ -79,6 +84,8 @@ def plans(kinds: tuple[type, ...] = ALL, **fixed: Any) -> st.SearchStrategy[Plan
         "quorum": st.sampled_from(["all", "all", 1]),
         "anchor_every": st.sampled_from([None, None, 1, 2]),
     }
-    return st.builds(Plan, **{name: fixed.get(name, how) for name, how in drawn.items() if name not in fixed}, **{
-        name: st.just(value) for name, value in fixed.items()
-    })
+    return st.builds(
+        Plan,
+        **{name: fixed.get(name, how) for name, how in drawn.items() if name not in fixed},
+        **{name: st.just(value) for name, value in fixed.items()},
+    )

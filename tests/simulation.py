@@ -86,7 +86,7 @@ def run(main: Callable[[], Awaitable[Any]], *, seed: int, each_round: Callable[[
 
     with (
         mock.patch.object(anyio.to_thread, "run_sync", in_thread),
-        mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=next(numbers))),
+        mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=next(numbers))),  # noqa: PT008 - a new one each time
     ):
         options = {"loop_factory": lambda: _Loop(_Clock(each_round))}
         return anyio.run(main, backend_options=options)

@@ -1,7 +1,7 @@
 """Weather for tests: a transport around another one, for one actor, whose links, ledger and store suffer armed faults.
 
-A fault waits for the message that it is for, does its work once and is gone; the list of them can shrink to the one that
-matters. What a fault may do keeps to what a transport promises: what a sender was told is held is held, so only a
+A fault waits for the message that it is for, does its work once and is gone; the list of them can shrink to the one
+that matters. What a fault may do keeps to what a transport promises: what a sender was told is held is held, so only a
 failed send loses an Open, a Chunk or a Seal.
 
     at         what
@@ -9,7 +9,7 @@ failed send loses an Open, a Chunk or a Seal.
     receive    lose   twice   flip   cut (error, the message is lost)   stall   hold (the next one overtakes it)
     store      fail   flip   stall
     read       fail   stall
-    swap       fail   vanish (swapped, error)   retried (swapped, and answered False)   late (error, swapped later)   stall
+    swap       fail   vanish (swapped, error)   retried (swapped, answered False)   late (error, swapped later)   stall
 """
 
 from __future__ import annotations

@@ -237,6 +237,6 @@ async def test_a_wait_that_times_out_does_not_disturb_the_version_it_waited_for(
                 scope.cancel()
                 await version.install()
             with anyio.fail_after(10):
-                while versions.version != 2:
+                while versions.version != 2:  # noqa: ASYNC110
                     await anyio.sleep(0.001)
             require_equal(receiver, state(trainer))

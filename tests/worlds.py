@@ -1,4 +1,4 @@
-"""A whole run in one simulated machine: trainers and engines around the real ends, driven by a plan, watched by a history.
+"""A whole run in one simulated machine: trainers and engines around the real ends, driven by a plan and watched.
 
 A plan is a list of steps. Whoever ends with an error that a fault excuses is started again, as a supervisor would; an
 error without such a reason is a violation. When the steps are done the weather calms down, and then the run must be
@@ -92,7 +92,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Kill:
-    """An engine's process ends (hard: without a word), and starts again after some ticks; its memory stays or is lost."""
+    """An engine's process ends (hard: without a word) and starts again after some ticks; its memory stays or is lost."""
 
     engine: int = 0
     hard: bool = True
@@ -314,7 +314,7 @@ class Over(Exception):
 
 
 class Trainer:
-    """One life of a trainer process: its weights, and a publisher that does what it is told, one thing after another."""
+    """One life of a trainer process: its weights, and a publisher that does what it is told, one after another."""
 
     def __init__(self, world: World, name: str, octets: Octets) -> None:
         self.world = world
@@ -557,7 +557,9 @@ class World:
             engine.breaks.clear()
             engine.start()
         await anyio.sleep(SETTLED_S)
-        if self.trainers[-1].actor.term < self.history.term:  # the one that began last was not the last one to take over
+        if (
+            self.trainers[-1].actor.term < self.history.term
+        ):  # the one that began last was not the last one to take over
             self._restart(Restart("closed"))
         refit = await self._last_version()
         for engine in self.engines:
