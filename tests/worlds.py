@@ -92,7 +92,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Kill:
-    """An engine's process ends (hard: without a word) and starts again after some ticks; its memory stays or is lost."""
+    """An engine's process ends (hard: without a word), starts again after some ticks; its memory stays or is lost."""
 
     engine: int = 0
     hard: bool = True
