@@ -74,13 +74,12 @@ class TestMemory(TransportTests):
 
 
 @pending(
-    "a_member_that_joins_again_is_heard_with_what_it_holds_now",
     "a_receive_of_a_member_cancelled_at_any_await_loses_nothing",
     "a_receive_of_the_sender_cancelled_at_any_await_loses_nothing",
     "a_receive_on_a_closed_link_is_an_error",
     "a_receive_that_waits_while_its_link_is_closed_is_an_error",
     "a_send_of_a_member_cancelled_at_any_await_is_whole_or_nothing",
-    "an_answer_to_the_attempt_before_is_heard",
+    "a_send_of_the_sender_cancelled_at_any_await_is_whole_or_nothing",
     "an_attempt_with_a_missing_part_is_refused_by_name",
     "an_error_of_its_user_leaves_a_link_as_it_is",
     "the_answers_of_one_member_arrive_in_the_order_of_sending",

@@ -298,7 +298,8 @@ BREAKS: list[tuple[str, list[Any], Bend]] = [
     ("a_weight_that_is_not_published_is_refused_by_name", [()], _anything_goes),
     ("another_dtype_of_the_same_width_is_refused_by_name", [()], _anything_goes),
     ("another_shape_of_as_many_elements_is_refused_by_name", [()], _anything_goes),
-    ("a_refused_binding_writes_nothing", [()], _unless_refused),
+    ("a_weight_that_is_not_published_is_refused_by_name", [()], _unless_refused),
+    ("a_first_binding_is_refused_too", [()], _anything_goes),
     ("a_refused_binding_leaves_the_one_before_it", [()], _unbinding),
     ("it_can_be_bound_to_another_layout", [()], _bound_once),
     #

@@ -43,7 +43,7 @@ class Kit(TransportTests):
     """The kit over a transport in memory, with short waits. It is not collected: it is no Test by name."""
 
     url = "memory:///{run}"
-    deadline_s = 0.25
+    deadline_s = 0.1
     lost_after_s = 0.3
 
     async def remove_part(self, url: str, of: Identity, part: str) -> str:
@@ -643,6 +643,7 @@ def test_every_test_of_the_kit_can_fail() -> None:
 
 def test_a_transport_that_holds_its_sender_back_passes() -> None:
     kit = Kit()
+    kit.deadline_s = 10.0
     kit.transport = without_a_store(limit=8)
     kit.test_a_slow_receiver_holds_its_sender_back()
 
@@ -650,6 +651,7 @@ def test_a_transport_that_holds_its_sender_back_passes() -> None:
 def test_what_is_not_bent_passes() -> None:
     """The wrapping itself changes nothing: the breaks are what the kit notices."""
     kit = Kit()
+    kit.deadline_s = 10.0
     same = receiving(lambda message: (message,))
     kit.transport = BentTransport(run=Bent, ledger=Bent, store=Bent, sender=same, member=same)
     kit.test_messages_arrive_whole_and_in_the_order_of_sending()

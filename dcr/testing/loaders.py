@@ -70,39 +70,32 @@ class LoaderTests:
         bench.require_held("binding")
 
     def test_a_published_tensor_without_a_place_is_refused_by_name(self) -> None:
-        weights = self._weights()
-        _, loader = self.make({name: weight for name, weight in weights.items() if name != "w1"})
-        with pytest.raises(SchemaError, match="w1"):
-            loader.bind(layout_of(weights))
+        bench = self._bench()
+        more = Weight(self.dtypes[0], any_bits(np.random.default_rng(0), self.dtypes[0], (3,)))
+        self._refuse(bench, bench.weights | {"foreign": more}, "foreign")
 
     def test_a_weight_that_is_not_published_is_refused_by_name(self) -> None:
-        weights = self._weights()
-        _, loader = self.make(weights)
-        with pytest.raises(SchemaError, match="w1"):
-            loader.bind(layout_of({name: weight for name, weight in weights.items() if name != "w1"}))
+        bench = self._bench()
+        self._refuse(bench, {name: weight for name, weight in bench.weights.items() if name != "w1"}, "w1")
 
     def test_another_dtype_of_the_same_width_is_refused_by_name(self) -> None:
-        weights = self._weights()
-        _, loader = self.make(weights)
-        other = next(name for name, width in WIDTHS.items() if _differs(name, width, weights["w0"]))
-        with pytest.raises(SchemaError, match="w0"):
-            loader.bind(layout_of(weights | {"w0": replace(weights["w0"], dtype=other)}))
+        bench = self._bench()
+        self._refuse(bench, bench.weights | {"w0": _of_another_dtype(bench.weights["w0"])}, "w0")
 
     def test_another_shape_of_as_many_elements_is_refused_by_name(self) -> None:
+        bench = self._bench()
+        turned = replace(bench.weights["w0"], bits=bench.weights["w0"].bits.reshape(5, 6))
+        self._refuse(bench, bench.weights | {"w0": turned}, "w0")
+
+    def test_a_first_binding_is_refused_too(self) -> None:
         weights = self._weights()
         _, loader = self.make(weights)
-        turned = replace(weights["w0"], bits=weights["w0"].bits.reshape(5, 6))
-        with pytest.raises((SchemaError, LayoutError), match="w0"):
-            loader.bind(layout_of(weights | {"w0": turned}))
-
-    def test_a_refused_binding_writes_nothing(self) -> None:
-        bench = self._bench()
-        self._refuse(bench)
-        bench.require_held("a binding that was refused")
+        with pytest.raises(SchemaError, match="w0"):
+            loader.bind(layout_of(weights | {"w0": _of_another_dtype(weights["w0"])}))
 
     def test_a_refused_binding_leaves_the_one_before_it(self) -> None:
         bench = self._bench()
-        self._refuse(bench)
+        self._refuse(bench, bench.weights | {"w0": _of_another_dtype(bench.weights["w0"])}, "w0")
         bench.refit(bench.change(0, Operation.STEP))
         bench.require_held("a refit after a binding that was refused")
 
@@ -330,9 +323,11 @@ class LoaderTests:
         bench.bind(layout_of(chosen, frame_elems=frame_elems))
         return bench
 
-    def _refuse(self, bench: Bench) -> None:
-        with pytest.raises(SchemaError):
-            bench.loader.bind(layout_of({name: weight for name, weight in bench.weights.items() if name != "w1"}))
+    def _refuse(self, bench: Bench, published: Mapping[str, Weight], name: str) -> None:
+        """What is published does not fit: it is refused by name, and nothing is written."""
+        with pytest.raises((SchemaError, LayoutError), match=name):
+            bench.loader.bind(layout_of(published))
+        bench.require_held(f"a binding that was refused because of {name}")
 
     def _install_and_undo(self, bench: Bench, readies: Sequence[Ready]) -> None:
         for ready in readies:
@@ -341,8 +336,10 @@ class LoaderTests:
             bench.loader.undo(ready)
 
 
-def _differs(dtype: str, width: int, weight: Weight) -> bool:
-    return dtype not in (weight.dtype, "bool") and width == weight.bits.itemsize
+def _of_another_dtype(weight: Weight) -> Weight:
+    """The same bits, as another dtype of the same width."""
+    others = [dtype for dtype, width in WIDTHS.items() if width == weight.bits.itemsize and dtype != "bool"]
+    return replace(weight, dtype=next(dtype for dtype in others if dtype != weight.dtype))
 
 
 def _elsewhere(work: Callable[[], None]) -> None:

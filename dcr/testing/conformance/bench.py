@@ -34,7 +34,7 @@ class Bench:
     def __init__(
         self, weights: Mapping[str, Weight], engine: Any, loader: Loader, raw: Callable[[], Mapping[str, bytes]]
     ) -> None:
-        self.weights = weights
+        self.weights = dict(weights)
         self.engine = engine
         self.loader = loader
         self.held = {name: weight.bits.reshape(-1).copy() for name, weight in weights.items()}
