@@ -73,17 +73,6 @@ class TestMemory(TransportTests):
         return self.transport._runs[urlsplit(url).path].attempts
 
 
-@pending(
-    "a_receive_of_a_member_cancelled_at_any_await_loses_nothing",
-    "a_receive_of_the_sender_cancelled_at_any_await_loses_nothing",
-    "a_receive_on_a_closed_link_is_an_error",
-    "a_receive_that_waits_while_its_link_is_closed_is_an_error",
-    "a_send_of_a_member_cancelled_at_any_await_is_whole_or_nothing",
-    "a_send_of_the_sender_cancelled_at_any_await_is_whole_or_nothing",
-    "an_attempt_with_a_missing_part_is_refused_by_name",
-    "an_error_of_its_user_leaves_a_link_as_it_is",
-    "the_answers_of_one_member_arrive_in_the_order_of_sending",
-)
 class TestLocal(TransportTests):
     transport = LocalTransport(poll_s=0.001, stale_s=0.3, fsync=False)
     lost_after_s = 1.0

@@ -446,6 +446,22 @@ async def _prune_the_number_too(store: Any, keep: Any, below: int) -> None:
     store._attempts.pop(max(store._attempts))
 
 
+def _troubled_by_pruning() -> BentTransport:
+    """A member that is told of an attempt that was removed, though it needs nothing of it any more."""
+    pruned: list[int] = []
+
+    async def prune(store: Any, keep: Any, below: int) -> None:
+        pruned.append(below)
+        await store.prune(keep, below)
+
+    async def receive(link: Any) -> Message:
+        if pruned:
+            raise IncompleteError("the attempt vanished")
+        return await link.receive()
+
+    return BentTransport(store=replacing(prune=prune), member=replacing(receive=receive))
+
+
 def _forgetting(what: str) -> BentTransport:
     """Everything is forgotten when the first sender closes."""
 
@@ -613,6 +629,7 @@ BREAKS: list[tuple[str, Broken, tuple[Any, ...]]] = [
     ("a_pruned_attempt_is_an_error", _store(prune=_prune_nothing), ()),
     ("pruning_leaves_what_is_kept", _store(prune=_prune_what_is_kept), ()),
     ("pruning_leaves_what_is_newer", _store(prune=_prune_what_is_newer), ()),
+    ("pruning_does_not_trouble_a_member_that_has_taken_what_is_removed", _troubled_by_pruning, ()),
     ("the_newest_version_is_known_after_pruning", _store(prune=_prune_the_number_too), ()),
 ]
 

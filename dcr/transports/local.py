@@ -19,13 +19,14 @@ import hashlib
 import os
 import re
 import shutil
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Set
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import anyio
@@ -36,7 +37,6 @@ from dcr import wire
 from dcr.errors import IncompleteError, LocalError, RemoteError, WireError
 from dcr.wire import Abort, Ack, Chunk, Commit, Head, Identity, Join, Leave, MemberRef, Message, Nack, Open, Seal
 
-T = TypeVar("T")
 TEMPORARY = ".tmp"
 ATTEMPT = re.compile(r"\d{12,}\.\d{6,}\.\d{4,}")
 
@@ -194,9 +194,9 @@ class _Store:
         """See `dcr.seams.Store.read`."""
         folder = self._attempts / _name(identity)
         yield await anyio.to_thread.run_sync(_load, folder / "open")
-        for path in sorted(await anyio.to_thread.run_sync(_listed, folder)):
-            if path.suffix == ".chunk":
-                yield await anyio.to_thread.run_sync(_load, path)
+        for number, path in enumerate(sorted(await anyio.to_thread.run_sync(_chunks, folder))):
+            expected = folder / f"{number:08d}.chunk"
+            yield await anyio.to_thread.run_sync(_load, path if path == expected else expected)
         yield await anyio.to_thread.run_sync(_load, folder / "seal")
 
     async def attempts(self, version: int) -> list[Identity]:
@@ -234,6 +234,7 @@ class _SenderLink:
 
     def __init__(self, run: LocalRun) -> None:
         self._run = run
+        self._desk = _Desk(run.poll_s)
         self._members = run.root / "members"
         self._folder: Path | None = None
         self._chunks = 0
@@ -247,15 +248,15 @@ class _SenderLink:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
-        pass
+        self._desk.close()
 
     async def send(self, message: Message) -> None:
         """See `dcr.seams.Link.send`."""
-        await anyio.to_thread.run_sync(self._send, message)
+        await self._desk.send(partial(self._send, message))
 
     async def receive(self) -> Message:
         """See `dcr.seams.Link.receive`."""
-        return await _polled(self._receive, self._run.poll_s)
+        return await self._desk.receive(self._receive)
 
     def _send(self, message: Message) -> None:
         disk, data = self._run.disk, wire.encode(message)
@@ -339,6 +340,7 @@ class _MemberLink:
 
     def __init__(self, run: LocalRun, ref: MemberRef) -> None:
         self._run = run
+        self._desk = _Desk(run.poll_s)
         self._ref = ref
         self._join = run.root / "members" / _file_name(ref)
         self._folder: Path | None = None
@@ -358,8 +360,12 @@ class _MemberLink:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
+        self._desk.close()
         self._group.cancel_scope.cancel()
-        await self._group.__aexit__(kind, error, at)
+        if isinstance(error, anyio.get_cancelled_exc_class()):
+            await self._group.__aexit__(kind, error, at)
+        else:
+            await self._group.__aexit__(None, None, None)
 
     async def _beat(self) -> None:
         """Show that this member lives."""
@@ -370,11 +376,11 @@ class _MemberLink:
 
     async def send(self, message: Message) -> None:
         """See `dcr.seams.Link.send`."""
-        await anyio.to_thread.run_sync(self._send, message)
+        await self._desk.send(partial(self._send, message))
 
     async def receive(self) -> Message:
         """See `dcr.seams.Link.receive`."""
-        return await _polled(self._receive, self._run.poll_s)
+        return await self._desk.receive(self._receive)
 
     def _send(self, message: Message) -> None:
         disk, data = self._run.disk, wire.encode(message)
@@ -387,7 +393,7 @@ class _MemberLink:
                 folder = self._run.root / "attempts" / _name(identity) / "votes"
                 self._votes += 1
                 with suppress(FileNotFoundError):  # the attempt was removed: nobody counts its votes
-                    disk.write(folder / f"{_file_name(self._ref)}.{self._votes}", data)
+                    disk.write(folder / f"{_file_name(self._ref)}.{self._votes:08d}", data)
             case header:
                 raise LocalError(f"a member does not send {type(header).__name__}")
 
@@ -458,9 +464,13 @@ class _MemberLink:
         if head.term > self._opened.term and head.identity != self._opened:
             self._folder = None
             return Message(Abort(self._opened, f"a publisher of term {head.term} has taken over"))
-        if not present:
+        if not present and folder / "seal" not in self._seen:
             raise IncompleteError(f"{folder} vanished while it was being read")
         return None
+
+
+def _chunks(folder: Path) -> list[Path]:
+    return [path for path in _listed(folder) if path.suffix == ".chunk"]
 
 
 def _inode(path: Path) -> int:
@@ -470,12 +480,41 @@ def _inode(path: Path) -> int:
         return 0
 
 
-async def _polled(look: Callable[[], T | None], poll_s: float) -> T:
-    while True:
-        found = await anyio.to_thread.run_sync(look)
-        if found is not None:
-            return found
-        await anyio.sleep(poll_s)
+class _Desk:
+    """What a link does in threads, one thing after another, and what it has found and not handed out.
+
+    A thread goes on when its waiter is cancelled by `task.cancel()`: what it finds is kept for the next one.
+    """
+
+    def __init__(self, poll_s: float) -> None:
+        self._poll_s = poll_s
+        self._lock = threading.Lock()
+        self._found: deque[Message] = deque()
+        self._closed = False
+
+    async def send(self, send: Callable[[], None]) -> None:
+        await anyio.to_thread.run_sync(self._alone, send)
+
+    async def receive(self, look: Callable[[], Message | None]) -> Message:
+        """The next message; looks again every poll_s."""
+        while not self._found:
+            if self._closed:
+                raise IncompleteError("the link is closed")
+            await anyio.to_thread.run_sync(self._alone, partial(self._look, look))
+            if not self._found:
+                await anyio.sleep(self._poll_s)
+        return self._found.popleft()
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _alone(self, work: Callable[[], None]) -> None:
+        with self._lock:
+            work()
+
+    def _look(self, look: Callable[[], Message | None]) -> None:
+        if not self._found and (message := look()) is not None:
+            self._found.append(message)
 
 
 def _name(identity: Identity) -> str:

@@ -179,6 +179,19 @@ class StoreTests(Setting):
                 require_same(await _read(store, identity(version)), attempt(identity(version)), "a newer attempt")
 
     @on_a_loop
+    async def test_pruning_does_not_trouble_a_member_that_has_taken_what_is_removed(self) -> None:
+        second = attempt(identity(2))
+        async with self._stored() as (scene, sender, store):
+            member = await scene.join()
+            await send_all(sender, attempt(identity(1)))
+            await scene.take_attempt(member, "the first attempt")
+            await scene.move(await scene.open(), Head(RUN, 1, identity(1), b"root"))
+            await scene.take(member, "a Commit")
+            await store.prune(frozenset(), below=2)
+            await send_all(sender, second)
+            require_same(await scene.take_attempt(member, "the second attempt"), second, "after the first was removed")
+
+    @on_a_loop
     async def test_the_newest_version_is_known_after_pruning(self) -> None:
         async with self._pruned() as store:
             assert await store.newest() == 5
