@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,26 +19,6 @@ from dcr.transports.local import LocalTransport
 from dcr.wire import Head, Identity, Message, encode
 
 
-def pending(*tests: str) -> Callable[[type], type]:
-    """A class of the kit some of whose tests do not hold yet."""
-
-    def mark(kit: type) -> type:
-        for test in tests:
-            straight = getattr(kit, f"test_{test}")
-            copied = functools.wraps(straight)(
-                lambda self, *args, straight=straight, **rest: straight(self, *args, **rest)
-            )
-            setattr(kit, f"test_{test}", pytest.mark.xfail(reason="not done yet", run=False)(copied))
-        return kit
-
-    return mark
-
-
-@pending(
-    "a_receive_on_a_closed_link_is_an_error",
-    "a_receive_that_waits_while_its_link_is_closed_is_an_error",
-    "an_attempt_with_a_missing_part_is_refused_by_name",
-)
 class TestMemory(TransportTests):
     url = "memory:///{run}"
     lost_after_s = 0.3
