@@ -82,13 +82,18 @@ class MemoryRun:
             yield link
         finally:
             self.senders.remove(link)
+            link.closed = True
+            self.wake()
 
     @asynccontextmanager
     async def member(self, ref: MemberRef) -> AsyncIterator[_MemberLink]:
         """See `dcr.seams.Run.member`. A member whose link ends has left."""
+        link = _MemberLink(self, ref)
         try:
-            yield _MemberLink(self, ref)
+            yield link
         finally:
+            link.closed = True
+            self.wake()
             if ref in self.joined:
                 self.tell_senders(Message(Leave(ref)))
 
@@ -170,9 +175,16 @@ class _Store:
 
     async def read(self, identity: Identity) -> AsyncGenerator[Message, None]:
         """See `dcr.seams.Store.read`."""
+        seen: set[int] = set()
         for data in self._whole(identity):
             await anyio.lowlevel.checkpoint()
-            yield wire.parse(data)
+            message = wire.parse(data)
+            match message.header:
+                case Chunk(frame=frame):
+                    seen.add(frame)
+                case Seal(chunks=refs) if missing := {ref.frame for ref in refs} - seen:
+                    raise IncompleteError(f"{identity}: the chunks of frames {sorted(missing)} are missing")
+            yield message
 
     async def prune(self, keep: Set[Identity], below: int) -> None:
         """See `dcr.seams.Store.prune`."""
@@ -193,6 +205,7 @@ class _SenderLink:
     def __init__(self, run: MemoryRun, joins: Iterable[bytes]) -> None:
         self._run = run
         self.inbox = deque(joins)
+        self.closed = False
 
     async def send(self, message: Message) -> None:
         """See `dcr.seams.Link.send`."""
@@ -217,7 +230,14 @@ class _SenderLink:
 
     async def receive(self) -> Message:
         """See `dcr.seams.Link.receive`."""
-        return wire.parse(await self._run.wait(lambda: self.inbox.popleft() if self.inbox else None))
+        return wire.parse(await self._run.wait(self._look))
+
+    def _look(self) -> bytes | None:
+        if self.inbox:
+            return self.inbox.popleft()
+        if self.closed:
+            raise IncompleteError("the link is closed")
+        return None
 
     def _mine(self, identity: Identity) -> Attempt:
         attempt = self._run.attempts.get(identity)
@@ -237,6 +257,7 @@ class _MemberLink:
         self._follows: Identity | None = None
         self._taken = 0
         self._sealed = False
+        self.closed = False
 
     async def send(self, message: Message) -> None:
         """See `dcr.seams.Link.send`."""
@@ -256,6 +277,8 @@ class _MemberLink:
         return await self._run.wait(self._look)
 
     def _look(self) -> Message | None:
+        if self.closed:
+            raise IncompleteError("the link is closed")
         head = self._run.ledger.head
         if head is None:
             return None
