@@ -161,6 +161,7 @@ class Rank:
         seal = receipt.require_complete()
         assert fetch.seal is not None
         target = inspect.verify(fetch.seal)
+        await self.rescan()  # nothing was served until now: what was known of these bits does not count
         held = (self._lanes == target).all()
         return seal.root, Prepared(seal.identity, seal.root, target, []) if held else None
 

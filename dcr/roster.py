@@ -23,6 +23,8 @@ class Roster:
         self._ended: Exception | None = None
         self._again: set[int] = set()
         self._votes: Votes | None = None
+        self._asked: tuple[Identity, Identity | None] | None = None  # the last attempt, and its base
+        self._silent: set[MemberRef] = set()  # given up on, until they say something
         self._refits: dict[int, Refit] = {}  # those that a member is still to answer
         self.holds: dict[MemberRef, Identity | None] = {}  # what each member has installed, or prepared and committed
 
@@ -56,6 +58,7 @@ class Roster:
     def open(self, identity: Identity, base: Identity | None, quorum: int | Literal["all"], refit: Refit) -> Votes:
         """A new attempt: its votes, counted from here on, and who is told of installations."""
         self._again.clear()
+        self._asked = identity, base
         self._refits = {version: one for version, one in self._refits.items() if not one.settled}
         self._refits[refit.version] = refit
         self._votes = Votes(identity, b"", self.electorate(base), quorum)
@@ -73,7 +76,9 @@ class Roster:
 
     def give_up_on(self, member: MemberRef) -> None:
         """A member that does not answer takes no part until it says something again."""
-        self.holds.pop(member, None)
+        if member in self.holds:
+            del self.holds[member]
+            self._silent.add(member)
 
     def take_again(self) -> list[int]:
         """Frames whose chunks were refused since the last call."""
@@ -103,6 +108,7 @@ class Roster:
 
     def _leave(self, member: MemberRef) -> None:
         self.holds.pop(member, None)
+        self._silent.discard(member)
         if self._votes is not None:
             self._votes.leave(member)
         for refit in self._refits.values():
@@ -115,7 +121,11 @@ class Roster:
             self.holds[ack.member] = ack.identity
             self._answer(version, ack.member, "installed")
             self._emit("installed", version, ack.member)
-        elif self._votes is not None:
+            return
+        if ack.member in self._silent and self._asked is not None and ack.identity == self._asked[0]:
+            self._silent.remove(ack.member)
+            self.holds[ack.member] = self._asked[1]
+        if self._votes is not None:
             try:
                 if self._votes.prepare(ack):
                     self._emit("prepared", version, ack.member)
@@ -130,7 +140,8 @@ class Roster:
                 self._again |= set(nack.frames)
             self._emit("refused", version, nack.member, frame=nack.frames[0], detail=nack.reason)
             return
-        if nack.member in self.holds:
+        if nack.member in self.holds or nack.member in self._silent:
+            self._silent.discard(nack.member)
             self.holds[nack.member] = nack.holds
         if self._votes is not None:
             self._votes.refuse(nack)

@@ -345,11 +345,11 @@ class Subscriber:
                 return committed == identity
             if self._head is not None and self._head.term > identity.term:
                 return False
-            message = await self._mail.receive()
-            match message.header:
+            message = await self._next()
+            match message and message.header:
                 case Abort(identity=given_up) if given_up == identity:
                     return False
-                case Open():
+                case Open() if message is not None:
                     self._mail.put_back(message)
                     return await self._committed() == identity
                 case _:

@@ -294,9 +294,7 @@ class _MemberLink:
         attempt = self._run.attempts.get(identity)
         if attempt is None:
             self._follows = None
-            if self._sealed:
-                return None
-            raise IncompleteError(f"{identity} was removed while it was being read")
+            return None if self._sealed else Message(Abort(identity, "it was removed"))
         if self._taken < len(attempt.chunks):
             self._taken += 1
             return wire.parse(attempt.chunks[self._taken - 1])

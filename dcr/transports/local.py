@@ -465,7 +465,8 @@ class _MemberLink:
             self._folder = None
             return Message(Abort(self._opened, f"a publisher of term {head.term} has taken over"))
         if not present and folder / "seal" not in self._seen:
-            raise IncompleteError(f"{folder} vanished while it was being read")
+            self._folder = None
+            return Message(Abort(self._opened, "it was removed"))
         return None
 
 
