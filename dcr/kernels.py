@@ -13,6 +13,7 @@ Bytes moved, with b bytes per stored element and c after the value map:
     read       N (b + c)                  gather     K (4 + b), and each cache line touched
     compare    N (b + c) + 2 K (4 + c)    scatter    2 K (4 + b), and each cache line touched three times
     digest     N b                        digest_at  K (4 + c)
+    select     K 4 + K' 12
 
     gaps_of, positions_of    5 K          pack       2 n read, what it gives written
     symbols_of, values_of    K (1 + c)    unpack     what it takes + n
@@ -28,7 +29,7 @@ from dcr import coding, reference
 from dcr.coding import Octets
 from dcr.errors import LayoutError, PayloadError
 from dcr.reference import F32_BF16, F32_F16, NONE, SOURCE_WIDTH, TARGET_WIDTH
-from dcr.views import Bits, Lanes, Positions, Table
+from dcr.views import Bits, Lanes, Positions, Runs, Table
 
 __all__ = [
     "F32_BF16",
@@ -48,6 +49,7 @@ __all__ = [
     "positions_of",
     "read",
     "scatter",
+    "select",
     "symbols_of",
     "unpack",
     "values_of",
@@ -182,6 +184,21 @@ def check_ascending(positions: Positions, numel: int) -> None:
         raise LayoutError(str(error)) from None
 
 
+def select(positions: Positions, runs: Runs) -> tuple[Positions, Positions]:
+    """Those positions [K] that lie in runs [R, 2] of (start, count): their indices [K'], and their numbers [K'] counted
+    over the runs one after another.
+
+    Raises:
+        LayoutError: positions do not ascend strictly, or runs do not ascend, overlap, or hold 2^32 elements or more.
+    """
+    if not NATIVE:
+        return reference.select(_ascending(positions, (1 << 32) - 1), _disjoint(runs))
+    try:
+        return _native.select(positions, runs)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
+
+
 def gaps_of(positions: Positions) -> Octets:
     """Byte gaps of ascending positions [K]: K bytes and one more for every full 255 of a gap.
 
@@ -253,6 +270,13 @@ def _ascending(positions: Positions, numel: int) -> Positions:
     if len(positions) and (positions[-1] >= numel or not np.all(positions[1:] > positions[:-1])):
         raise LayoutError(f"positions must ascend strictly and lie below {numel}")
     return positions
+
+
+def _disjoint(runs: Runs) -> Runs:
+    ends = runs.sum(axis=1)
+    if (runs < 0).any() or (runs[1:, 0] < ends[:-1]).any() or (runs > 0xFFFFFFFF).any() or runs[:, 1].sum() >= 1 << 32:
+        raise LayoutError("runs must ascend, without overlap, and hold fewer than 2^32 elements")
+    return runs
 
 
 def _of_size(name: str, bits: Bits, size: int, width: int) -> Bits:

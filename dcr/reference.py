@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dcr.views import STORAGE, TENSOR, UNSIGNED, Bits, Lanes, Positions, Table, box_of
+from dcr.views import STORAGE, TENSOR, UNSIGNED, Bits, Lanes, Positions, Runs, Table, box_of
 
 # Value maps that a read can apply. A NaN becomes the one quiet, positive NaN of the target, whatever its payload.
 NONE, F32_BF16, F32_F16 = 0, 1, 2
@@ -61,6 +61,17 @@ def scatter(table: Table, positions: Positions, bits: Bits) -> int:
         here = _indices(row, "here")[positions[index] - first]
         table.storages[row[STORAGE]][here] = bits[index]
     return int(np.count_nonzero(gather(table, positions) != bits))
+
+
+def select(positions: Positions, runs: Runs) -> tuple[Positions, Positions]:
+    """Those positions [K] that lie in runs [R, 2]: their indices [K'], and their numbers over the runs alone [K']."""
+    starts, counts = runs[:, 0], runs[:, 1]
+    held = np.cumsum(counts) - counts
+    run = np.searchsorted(starts + counts, positions, side="right")
+    inside = run < len(runs)
+    inside[inside] = positions[inside] >= starts[run[inside]]
+    indices, run = np.flatnonzero(inside), run[inside]
+    return indices.astype(np.uint32), (positions[indices] - starts[run] + held[run]).astype(np.uint32)
 
 
 def digest(table: Table, keys: Lanes, kind: int = NONE) -> Lanes:

@@ -28,6 +28,7 @@ COLUMNS = 5 + 3 * MAX_DIMS
 Bits = NDArray[np.unsignedinteger]
 Positions = NDArray[np.uint32]
 Rows = NDArray[np.int64]
+Runs = NDArray[np.int64]  # [runs, 2]: first number, count
 Lanes = NDArray[np.uint64]  # [tensors, 2]
 
 UNSIGNED: dict[int, np.dtype[np.unsignedinteger]] = {

@@ -218,6 +218,27 @@ void check_ascending(nb::handle positions_, uint32_t numel) {
     check_positions(positions.data<uint32_t>(), positions.length(), numel);
 }
 
+nb::tuple select(nb::handle positions_, nb::handle runs_) {
+    const Lent positions(positions_, "positions"), runs(runs_, "runs");
+    positions.expect(UNSIGNED, 4, 1);
+    runs.expect(SIGNED, 8, 2).expect_columns(2);
+    const uint32_t* data = positions.data<uint32_t>();
+    Selection selection;
+    {
+        nb::gil_scoped_release released;
+        check_positions(data, positions.length(), UINT32_MAX);
+        selection = plan_selection(data, positions.length(), runs.data<int64_t>(), runs.length());
+    }
+    nb::object indices = empty(selection.size, 4), local = empty(selection.size, 4);
+    uint32_t* indices_data = static_cast<uint32_t*>(data_of(indices));
+    uint32_t* local_data = static_cast<uint32_t*>(data_of(local));
+    {
+        nb::gil_scoped_release released;
+        dcr::select(selection, data, indices_data, local_data);
+    }
+    return nb::make_tuple(indices, local);
+}
+
 nb::object gaps_of(nb::handle positions_) {
     const Lent positions(positions_, "positions");
     positions.expect(UNSIGNED, 4, 1);
@@ -327,6 +348,7 @@ NB_MODULE(_native, module) {
     module.def("digest", &dcr::bindings::digest, "storages"_a, "rows"_a, "keys"_a, "kind"_a);
     module.def("digest_at", &dcr::bindings::digest_at, "storages"_a, "rows"_a, "keys"_a, "positions"_a, "bits"_a);
     module.def("check_ascending", &dcr::bindings::check_ascending, "positions"_a, "numel"_a);
+    module.def("select", &dcr::bindings::select, "positions"_a, "runs"_a);
     module.def("gaps_of", &dcr::bindings::gaps_of, "positions"_a);
     module.def("positions_of", &dcr::bindings::positions_of, "gaps"_a, "changed"_a, "numel"_a);
     module.def("symbols_of", &dcr::bindings::symbols_of, "values"_a);

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from dcr.boxes import MAX_DIMS, Box, Dim
-from dcr.views import COLUMNS, UNSIGNED, Bits, Positions, Rows, Table
+from dcr.views import COLUMNS, UNSIGNED, Bits, Positions, Rows, Runs, Table
 
 TENSORS = 3
 # Extents: mostly small, so that six dimensions stay cheap, but some long enough for whole vectors and their tails.
@@ -86,6 +86,15 @@ def positions_in(draw: st.DrawFn, numel: int) -> Positions:
     share = draw(st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]))
     chosen = np.random.default_rng(draw(SEEDS)).random(numel) < share
     return np.flatnonzero(chosen).astype(np.uint32)
+
+
+@st.composite
+def runs_in(draw: st.DrawFn, numel: int) -> Runs:
+    """Runs (start, count) below `numel` that ascend without overlap; some empty, some next to each other."""
+    ends = sorted(draw(st.lists(st.integers(0, numel), max_size=40)))
+    starts = ends[: len(ends) // 2 * 2 : 2]
+    counts = [end - start for start, end in zip(starts, ends[1::2], strict=True)]
+    return np.array([starts, counts], np.int64).T.copy()
 
 
 def _placed(lowest: int, there0: int, dims: tuple[Dim, ...]) -> Box:

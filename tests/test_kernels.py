@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import TENSORS, injective_tables, positions_in, random_bits, tables
+from strategies import TENSORS, injective_tables, positions_in, random_bits, runs_in, tables
 
 from dcr import _native, kernels, reference
 from dcr.boxes import Box, Dim
@@ -97,6 +97,23 @@ def test_scatter_writes_what_the_reference_writes(width: int, data: st.DataObjec
     assert kernels.scatter(table, positions, bits) == reference.scatter(twin, positions, bits) == 0
     for found, expected in zip(table.storages, twin.storages, strict=True):
         same(found, expected)
+
+
+@examples
+@given(data=st.data())
+def test_select_agrees(data: st.DataObject) -> None:
+    numel = data.draw(st.integers(0, 3000))
+    positions, runs = data.draw(positions_in(numel)), data.draw(runs_in(numel))
+    for found, expected in zip(kernels.select(positions, runs), reference.select(positions, runs), strict=True):
+        same(found, expected)
+
+
+def test_select_numbers_what_is_kept_over_the_runs_alone() -> None:
+    positions = np.array([1, 4, 9, 10, 11, 30, 2**32 - 2], np.uint32)
+    runs = np.array([[4, 6], [11, 2], [20, 0], [2**32 - 4, 3]], np.int64)
+    indices, local = kernels.select(positions, runs)
+    assert indices.tolist() == [1, 2, 4, 6]
+    assert local.tolist() == [0, 5, 6, 10]
 
 
 @every_width

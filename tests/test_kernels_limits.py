@@ -77,6 +77,28 @@ def test_rows_of_2_32_elements_in_all_are_refused() -> None:
     refused(table, lambda table: kernels.gather(table, EVERY[:3]))
 
 
+@pytest.mark.parametrize(
+    "runs",
+    [
+        pytest.param([[4, 2], [5, 2]], id="overlap"),
+        pytest.param([[4, 2], [0, 2]], id="descend"),
+        pytest.param([[-1, 2]], id="below zero"),
+        pytest.param([[0, 2], [3, -1]], id="negative count"),
+        pytest.param([[1 << 32, 1]], id="beyond 32 bits"),
+        pytest.param([[0, (1 << 32) - 1], [(1 << 32) - 1, 1]], id="2^32 elements"),
+        pytest.param([[0, (1 << 63) - 1]], id="2^63 elements"),
+    ],
+)
+def test_runs_that_are_no_set_of_numbers_are_refused(runs: list[list[int]]) -> None:
+    with pytest.raises(LayoutError):
+        kernels.select(EVERY, np.array(runs, np.int64))
+
+
+def test_select_refuses_positions_that_do_not_ascend() -> None:
+    with pytest.raises(LayoutError):
+        kernels.select(EVERY[::-1].copy(), np.array([[0, 12]], np.int64))
+
+
 @pytest.mark.parametrize("tensor", [-1, 2])
 @pytest.mark.parametrize("call", [CALLS["digest"], CALLS["digest_at"]], ids=["digest", "digest_at"])
 def test_a_tensor_without_a_key_is_refused(call: Callable[[Table], object], tensor: int) -> None:

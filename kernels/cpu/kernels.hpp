@@ -56,6 +56,24 @@ void digest(const Table& table, const uint64_t* keys, int kind, uint64_t* sums);
 void digest_at(const Table& table, const uint64_t* keys, const uint32_t* positions, const void* bits, size_t width,
                size_t K, uint64_t* sums);
 
+// Which of ascending positions lie in some runs: for each run that has any, positions [from, to), and what their numbers
+// lose (modulo 2^32) to be counted over the runs alone.
+struct Selection {
+    struct Part {
+        size_t from, to;
+        uint32_t shift;
+    };
+    std::vector<Part> parts;
+    size_t size = 0;  // K'
+};
+
+// positions [K], checked; runs [R, 2] of (start, count). Throws std::invalid_argument unless runs ascend, do not overlap
+// and hold fewer than 2^32 elements.
+Selection plan_selection(const uint32_t* positions, size_t K, const int64_t* runs, size_t R);
+
+// indices and local [K']: which positions are kept, and their numbers over the runs one after another.   Moves 12 K'.
+void select(const Selection& selection, const uint32_t* positions, uint32_t* indices, uint32_t* local);
+
 // Bytes per element after a value map.
 inline size_t width_after(int kind, size_t width) { return kind == 0 ? width : 2; }
 
