@@ -23,6 +23,7 @@ ROOMS = (
     "errors",
     "schema",
     "boxes",
+    "overlap",
     "views",
     "reference",
     "coding",
