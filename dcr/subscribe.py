@@ -297,6 +297,8 @@ class Subscriber:
         committed = await self._committed()
         if committed is not None and committed.version >= identity.version:
             return
+        if self._ref not in header.members and header.base in (None, self._holds):
+            await self._say(Join(self._ref, self._holds))  # what was said before has been lost
         if self._holds is not None:
             self._move("opened")
         try:

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from plans import plans
-from worlds import Plan, World
+from storms import Fault
+from worlds import Arm, Plan, Publish, Wait, World
 
 EXAMPLES = max(500, settings.default.max_examples)  # 10,000 with --hypothesis-profile=long
+FOUND = {
+    "a Join that is lost, and a quorum": Plan(
+        (Arm(Fault("member", "send", "lose", "Join")), Wait(1)), engines=1, quorum=1
+    ),
+    "a Commit that cannot be read": Plan(
+        (Publish(), Wait(6000), Arm(Fault("member", "receive", "flip", "Commit", amount=1)), Publish(), Wait(6000)),
+        engines=1,
+    ),
+}
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_any_plan_leaves_only_committed_bits_served_and_the_run_well(plan: Plan) -> None:
+    World(plan).run()
+
+
+@pytest.mark.parametrize("plan", FOUND.values(), ids=FOUND.keys())
+def test_a_plan_that_has_found_a_defect_finds_none_any_more(plan: Plan) -> None:
     World(plan).run()
