@@ -163,8 +163,42 @@ class Transport(Protocol):
         ...
 
 
+class Residual(Protocol):
+    """Tensors without a map: their export does arithmetic, so it has to run; one group, exported together."""
+
+    @property
+    def tensors(self) -> Sequence[int]:
+        """The group, as indices into the schema."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Why they have no map, for the report."""
+        ...
+
+    @property
+    def owned(self) -> bool:
+        """Whether this rank publishes them: true on one rank."""
+        ...
+
+    def fingerprint(self) -> bytes:
+        """A digest of the bits, on this rank, that the export reads; if it stays on all ranks, so does the result."""
+        ...
+
+    def convert(self) -> Sequence[Bits] | None:
+        """Run the export of this group: canonical bits, flat and unsigned, one array per tensor; None where not owned.
+
+        It may be collective: once any rank's fingerprint changed, every rank calls it, group by group in one order.
+        """
+        ...
+
+
 class Source(Protocol):
-    """A trainer rank's weights: schema, shard map, and integer views of its storages."""
+    """A trainer rank's weights: schema, shard map, and integer views of its storages.
+
+    The schema is the whole model's and the same on all ranks. Shards are those that this rank owns: over all ranks they
+    and the residual groups hold each canonical element once. All ranks list the same groups in the same order.
+    """
 
     @property
     def schema(self) -> Schema: ...
@@ -172,6 +206,11 @@ class Source(Protocol):
     @property
     def shards(self) -> Sequence[Shard]:
         """The shard map; Shard.storage indexes `storages()`."""
+        ...
+
+    @property
+    def residual(self) -> Sequence[Residual]:
+        """What has no map. Often empty."""
         ...
 
     def storages(self) -> Sequence[Bits]:

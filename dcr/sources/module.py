@@ -11,6 +11,7 @@ from dcr import reference
 from dcr.errors import SchemaError, StorageRebound
 from dcr.frames import Shard
 from dcr.schema import Schema, TensorSpec
+from dcr.seams import Residual
 from dcr.sources.tensors import Tied, storages_of, tensors_of
 from dcr.views import Bits
 
@@ -47,6 +48,7 @@ class ModuleSource:
             Shard(number, storage, tied.box(), _kind(tied, want))
             for number, (tied, storage, want) in enumerate(zip(self._tensors, index, wanted, strict=True))
         ]
+        self.residual: Sequence[Residual] = ()
 
     def storages(self) -> Sequence[Bits]:
         """See `dcr.seams.Source.storages`."""
