@@ -79,6 +79,21 @@ class Link(Protocol):
         ...
 
 
+class Writer(Protocol):
+    """An open connection of a further rank of the publisher to a run."""
+
+    async def send(self, message: Message) -> None:
+        """Hand over a chunk of an attempt that the run's sender has opened; returns when the transport holds it.
+
+        What has returned is as durable as the transport promises before the seal is sent.
+
+        Raises:
+            LocalError: the attempt was not opened, or the message is not a Chunk.
+            RemoteError, OSError: it was not handed over.
+        """
+        ...
+
+
 class Ledger(Protocol):
     """Where the head lives."""
 
@@ -144,6 +159,13 @@ class Run(Protocol):
 
     def sender(self) -> AbstractAsyncContextManager[Link]:
         """The publisher's link: takes Open, Chunk, Seal, Abort, Commit; gives Join, Leave, Ack, Nack."""
+        ...
+
+    def writer(self, part: tuple[int, int]) -> AbstractAsyncContextManager[Writer]:
+        """The link of a further rank of the publisher, which is number part[0] >= 1 of part[1]: takes Chunks only.
+
+        They join the attempt that the sender opened, maybe from another process, and meet the others in its Seal.
+        """
         ...
 
     def member(self, ref: MemberRef) -> AbstractAsyncContextManager[Link]:

@@ -71,7 +71,7 @@ class TestLocal(TransportTests):
 
     def _path(self, url: str, of: Identity, part: str) -> Path:
         attempt = Path(urlsplit(url).path) / "attempts" / f"{of.version:012d}.{of.term:06d}.{of.attempt:04d}"
-        return attempt / {"open": "open", "chunk": "00000001.chunk", "seal": "seal"}[part]
+        return attempt / {"open": "open", "chunk": "0000-00000001.chunk", "seal": "seal"}[part]
 
 
 # ---------------------------------------------------------------------- imports

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from dcr.seams import Ledger, Link, Run, Store, Transport
+from dcr.seams import Ledger, Link, Run, Store, Transport, Writer
 from dcr.wire import Chunk, Join, MemberRef, Message
 
 Fault = Callable[[Message], Iterable[Message]]
@@ -62,9 +62,24 @@ class _FaultyRun:
             yield _FaultyLink(link, *self._faults)
 
     @asynccontextmanager
+    async def writer(self, part: tuple[int, int]) -> AsyncIterator[_FaultyWriter]:
+        async with self._run.writer(part) as link:
+            yield _FaultyWriter(link, self._faults[0])
+
+    @asynccontextmanager
     async def member(self, ref: MemberRef) -> AsyncIterator[_FaultyLink]:
         async with self._run.member(ref) as link:
             yield _FaultyLink(link, *self._faults)
+
+
+class _FaultyWriter:
+    def __init__(self, link: Writer, on_send: Fault) -> None:
+        self._link = link
+        self._on_send = on_send
+
+    async def send(self, message: Message) -> None:
+        for sent in self._on_send(message):
+            await self._link.send(sent)
 
 
 class _FaultyLink:

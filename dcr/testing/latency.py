@@ -9,7 +9,7 @@ import anyio
 import msgspec
 
 from dcr.errors import LocalError
-from dcr.seams import Ledger, Link, Run, Store, Transport
+from dcr.seams import Ledger, Link, Run, Store, Transport, Writer
 from dcr.wire import PREFIX, Join, MemberRef, Message
 
 
@@ -74,21 +74,32 @@ class _SlowRun:
             yield _SlowLink(link, self._wait)
 
     @asynccontextmanager
+    async def writer(self, part: tuple[int, int]) -> AsyncIterator[_SlowWriter]:
+        async with self._run.writer(part) as link:
+            yield _SlowWriter(link, self._wait)
+
+    @asynccontextmanager
     async def member(self, ref: MemberRef) -> AsyncIterator[_SlowLink]:
         async with self._run.member(ref) as link:
             yield _SlowLink(link, self._wait)
 
 
-class _SlowLink:
-    def __init__(self, link: Link, wait: Wait) -> None:
-        self._link = link
+class _SlowWriter:
+    def __init__(self, link: Writer, wait: Wait) -> None:
+        self._to = link
         self._wait = wait
         self._line = anyio.Lock()
 
     async def send(self, message: Message) -> None:
         async with self._line:
             await self._wait(message)
-            await self._link.send(message)
+            await self._to.send(message)
+
+
+class _SlowLink(_SlowWriter):
+    def __init__(self, link: Link, wait: Wait) -> None:
+        super().__init__(link, wait)
+        self._link = link
 
     async def receive(self) -> Message:
         return await self._link.receive()

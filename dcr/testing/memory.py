@@ -5,6 +5,7 @@ Messages are kept as wire bytes, so only what can be encoded gets through, and n
 Sides are woken when something happens. Use one transport value for both ends, within one event loop at a time.
 
     sender's Open, Chunk, Seal, Abort   become part of an attempt; an identity is opened once
+    writer's Chunk                      becomes part of the attempt that a sender has opened
     member's Join, Leave                reach every sender that is open, and Joins those that open later
     member's Ack, Nack                  reach the sender that opened the attempt
     a member receives                   the newest attempt of the head's term beyond its version, from its beginning
@@ -84,6 +85,13 @@ class MemoryRun:
             self.senders.remove(link)
             link.closed = True
             self.wake()
+
+    @asynccontextmanager
+    async def writer(self, part: tuple[int, int]) -> AsyncIterator[_WriterLink]:
+        """See `dcr.seams.Run.writer`."""
+        if not 0 < part[0] < part[1]:
+            raise LocalError(f"writer {part[0]} of {part[1]}: the first one is the sender")
+        yield _WriterLink(self)
 
     @asynccontextmanager
     async def member(self, ref: MemberRef) -> AsyncIterator[_MemberLink]:
@@ -244,6 +252,24 @@ class _SenderLink:
         if attempt is None or attempt.owner is not self:
             raise LocalError(f"{identity} has not been opened on this link")
         return attempt
+
+
+class _WriterLink:
+    """A further rank of the publisher."""
+
+    def __init__(self, run: MemoryRun) -> None:
+        self._run = run
+
+    async def send(self, message: Message) -> None:
+        """See `dcr.seams.Writer.send`."""
+        await anyio.lowlevel.checkpoint()
+        if not isinstance(message.header, Chunk):
+            raise LocalError(f"a writer sends chunks only, not {type(message.header).__name__}")
+        attempt = self._run.attempts.get(message.header.identity)
+        if attempt is None:
+            raise LocalError(f"{message.header.identity} has not been opened by the run's sender, or was removed")
+        attempt.chunks.append(wire.encode(message))
+        self._run.wake()
 
 
 class _MemberLink:

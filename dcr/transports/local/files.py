@@ -1,0 +1,115 @@
+"""The files of a run: how they are named, written and read. Blocking."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from urllib.parse import quote
+
+from dcr import wire
+from dcr.errors import IncompleteError, RemoteError, WireError
+from dcr.wire import Identity, MemberRef, Message
+
+TEMPORARY = ".tmp"
+ATTEMPT = re.compile(r"\d{12,}\.\d{6,}\.\d{4,}")
+CHUNK = re.compile(r"(\d{4,})-\d{8,}\.chunk")
+
+
+def folder_name(identity: Identity) -> str:
+    return f"{identity.version:012d}.{identity.term:06d}.{identity.attempt:04d}"
+
+
+def chunk_name(writer: int, number: int) -> str:
+    return f"{writer:04d}-{number:08d}.chunk"
+
+
+def chunk_names(folder: Path) -> list[str]:
+    """The names that the chunks in a folder have if none is missing: each writer numbers its own."""
+    writers = Counter(int(found[1]) for path in listed(folder) if (found := CHUNK.fullmatch(path.name)))
+    return [chunk_name(writer, number) for writer, count in sorted(writers.items()) for number in range(count)]
+
+
+def order(name: str) -> tuple[int, int, int]:
+    version, term, attempt = name.split(".")
+    return int(version), int(term), int(attempt)
+
+
+def file_name(ref: MemberRef) -> str:
+    return f"{quote(ref.member, safe='')}.{quote(ref.incarnation, safe='')}"
+
+
+def listed(folder: Path) -> list[Path]:
+    """What is in a folder under its final name; nothing if the folder is gone."""
+    try:
+        return [path for path in folder.iterdir() if path.suffix != TEMPORARY]
+    except FileNotFoundError:
+        return []
+
+
+def attempt_folders(folder: Path) -> list[Path]:
+    """The attempts in a folder; what somebody else has put there is not one."""
+    return [path for path in listed(folder) if ATTEMPT.fullmatch(path.name)]
+
+
+def load(path: Path) -> Message:
+    """The message in a file.
+
+    Raises:
+        IncompleteError: the file is missing or cut short. WireError: it is not a message.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise IncompleteError(f"{path} is missing: it was removed, or never written") from None
+    except IsADirectoryError:
+        raise WireError(f"{path} is a directory: somebody else has put it there") from None
+    try:
+        return wire.parse(data)
+    except RemoteError as error:
+        error.add_note(f"in {path}")
+        raise
+
+
+def inode(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return 0
+
+
+class Disk:
+    """Atomic, and where asked durable, file writes. Blocking."""
+
+    def __init__(self, fsync: bool) -> None:
+        self._fsync = fsync
+
+    def make(self, root: Path) -> None:
+        """The folders of a run, where they are missing."""
+        for folder in (root / "attempts", root / "members"):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, path: Path, data: bytes, *, flush: bool = False) -> None:
+        """Make a file appear under its name with all of its bytes."""
+        temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                if flush and self._fsync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def sync(self, *paths: Path) -> None:
+        """Flush files, or the names in folders, to the disk."""
+        if self._fsync:
+            for path in paths:
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)

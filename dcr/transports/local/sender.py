@@ -1,0 +1,161 @@
+"""The publisher's side of a run."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+
+from dcr import wire
+from dcr.errors import IncompleteError, LocalError
+from dcr.transports.local.desk import Desk
+from dcr.transports.local.files import chunk_name, folder_name, inode, listed, load
+from dcr.wire import Abort, Chunk, Commit, Identity, Join, Leave, MemberRef, Message, Open, Seal
+
+if TYPE_CHECKING:
+    from dcr.transports.local import LocalRun
+
+
+class SenderLink:
+    """The publisher's side."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self._run = run
+        self._desk = Desk(run.poll_s)
+        self._members = run.root / "members"
+        self._folder: Path | None = None
+        self._chunks = 0
+        self._folders: deque[Path] = deque(maxlen=8)  # of the attempts that members may still answer
+        self._seen: set[tuple[Path, int]] = set()
+        self._joined: dict[Path, MemberRef] = {}
+        self._beats: dict[Path, tuple[int, float]] = {}
+
+    async def __aenter__(self) -> SenderLink:
+        await anyio.to_thread.run_sync(self._run.disk.make, self._run.root)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+        self._desk.close()
+
+    async def send(self, message: Message) -> None:
+        """See `dcr.seams.Link.send`."""
+        await self._desk.send(partial(self._send, message))
+
+    async def receive(self) -> Message:
+        """See `dcr.seams.Link.receive`."""
+        return await self._desk.receive(self._receive)
+
+    def _send(self, message: Message) -> None:
+        disk, data = self._run.disk, wire.encode(message)
+        match message.header:
+            case Open(identity=identity):
+                self._folder = self._run.root / "attempts" / folder_name(identity)
+                (self._folder / "votes").mkdir(parents=True)
+                self._chunks = 0
+                self._folders.append(self._folder)
+                disk.write(self._folder / "open", data)
+            case Chunk(identity=identity):
+                disk.write(self._attempt(identity) / chunk_name(0, self._chunks), data)
+                self._chunks += 1
+            case Seal(identity=identity):
+                folder = self._attempt(identity)
+                disk.sync(*folder.iterdir(), folder, folder.parent)
+                disk.write(folder / "seal", data, flush=True)
+                disk.sync(folder)
+            case Abort(identity=identity):
+                self._abort(self._attempt(identity), data)
+            case Commit():
+                pass  # members look at the head itself
+            case header:
+                raise LocalError(f"a publisher does not send {type(header).__name__}")
+
+    def _abort(self, folder: Path, data: bytes) -> None:
+        """Say that it is given up, and remove its chunks; in this order, unless the disk is full."""
+        try:
+            self._run.disk.write(folder / "abort", data)
+        except OSError:
+            self._remove_chunks(folder)
+            self._run.disk.write(folder / "abort", data)
+        self._remove_chunks(folder)
+
+    def _remove_chunks(self, folder: Path) -> None:
+        for path in folder.glob("*.chunk"):
+            path.unlink(missing_ok=True)
+
+    def _attempt(self, identity: Identity) -> Path:
+        if self._folder is None or self._folder.name != folder_name(identity):
+            raise LocalError(f"{identity} has not been opened on this link")
+        return self._folder
+
+    def _receive(self) -> Message | None:
+        now = {path for path in listed(self._members) if self._alive(path)}
+        votes = [path for folder in list(self._folders) for path in listed(folder / "votes")]
+        keys = {path: (path, inode(path)) for path in (*now, *votes)}  # a Join that is written anew is news
+        self._seen &= set(keys.values())
+        for path, key in sorted(keys.items()):
+            if key in self._seen:
+                continue
+            self._seen.add(key)
+            try:
+                message = load(path)
+            except IncompleteError:
+                continue  # the member left in this very moment
+            if isinstance(message.header, Join):
+                self._joined[path] = message.header.member
+            return message
+        for path in self._joined.keys() - now:
+            return Message(Leave(self._joined.pop(path)))
+        return None
+
+    def _alive(self, path: Path) -> bool:
+        """A member touches its file while it lives; what counts is that the time changes, not what it says."""
+        try:
+            stamp = path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+        now_s = time.monotonic()
+        age_s = max(0.0, time.time() - stamp / 1e9)  # for a file that was there before this publisher
+        beat, since_s = self._beats.get(path, (stamp, now_s - age_s))
+        if beat != stamp:
+            since_s = now_s
+        self._beats[path] = stamp, since_s
+        return now_s - since_s < self._run.stale_s
+
+
+class WriterLink:
+    """A further rank of the publisher: writes chunks of attempts that the sender has opened, each flushed at once."""
+
+    def __init__(self, run: LocalRun, part: tuple[int, int]) -> None:
+        if not 0 < part[0] < part[1]:
+            raise LocalError(f"writer {part[0]} of {part[1]}: the first one is the sender")
+        self._run = run
+        self._writer = part[0]
+        self._desk = Desk(run.poll_s)
+        self._folder: Path | None = None
+        self._chunks = 0
+
+    async def __aenter__(self) -> WriterLink:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+        self._desk.close()
+
+    async def send(self, message: Message) -> None:
+        """See `dcr.seams.Writer.send`."""
+        await self._desk.send(partial(self._send, message))
+
+    def _send(self, message: Message) -> None:
+        if not isinstance(message.header, Chunk):
+            raise LocalError(f"a writer sends chunks only, not {type(message.header).__name__}")
+        identity = message.header.identity
+        folder = self._run.root / "attempts" / folder_name(identity)
+        if folder != self._folder:
+            if not (folder / "open").exists():
+                raise LocalError(f"{identity} has not been opened by the run's sender, or was removed")
+            self._folder, self._chunks = folder, 0
+        self._run.disk.write(folder / chunk_name(self._writer, self._chunks), wire.encode(message), flush=True)
+        self._chunks += 1

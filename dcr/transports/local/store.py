@@ -1,0 +1,63 @@
+"""Sealed attempts, as their directories."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncGenerator, Set
+from pathlib import Path
+
+import anyio.to_thread
+
+from dcr.transports.local.files import TEMPORARY, attempt_folders, chunk_names, folder_name, load, order
+from dcr.wire import Identity, Message, Open
+
+
+class FileStore:
+    """Committed versions, as their attempts' directories."""
+
+    def __init__(self, root: Path) -> None:
+        self._attempts = root / "attempts"
+
+    async def describe(self, identity: Identity) -> tuple[Message, Message]:
+        """See `dcr.seams.Store.describe`."""
+        folder = self._attempts / folder_name(identity)
+        opened = await anyio.to_thread.run_sync(load, folder / "open")
+        sealed = await anyio.to_thread.run_sync(load, folder / "seal")
+        return opened, sealed
+
+    async def read(self, identity: Identity) -> AsyncGenerator[Message, None]:
+        """See `dcr.seams.Store.read`."""
+        folder = self._attempts / folder_name(identity)
+        yield await anyio.to_thread.run_sync(load, folder / "open")
+        for name in await anyio.to_thread.run_sync(chunk_names, folder):
+            yield await anyio.to_thread.run_sync(load, folder / name)
+        yield await anyio.to_thread.run_sync(load, folder / "seal")
+
+    async def attempts(self, version: int) -> list[Identity]:
+        """See `dcr.seams.Store.attempts`."""
+        return await anyio.to_thread.run_sync(self._attempts_at, version)
+
+    async def newest(self) -> int:
+        """See `dcr.seams.Store.newest`."""
+        folders = await anyio.to_thread.run_sync(attempt_folders, self._attempts)
+        return max((order(folder.name)[0] for folder in folders), default=-1)
+
+    async def prune(self, keep: Set[Identity], below: int) -> None:
+        """See `dcr.seams.Store.prune`."""
+        await anyio.to_thread.run_sync(self._prune, {folder_name(identity) for identity in keep}, below)
+
+    def _attempts_at(self, version: int) -> list[Identity]:
+        found = []
+        for folder in attempt_folders(self._attempts):
+            if order(folder.name)[0] == version and (folder / "seal").exists() and not (folder / "abort").exists():
+                header = load(folder / "open").header
+                assert isinstance(header, Open)
+                found.append(header.identity)
+        return found
+
+    def _prune(self, keep: Set[str], below: int) -> None:
+        for folder in attempt_folders(self._attempts):
+            if order(folder.name)[0] < below and folder.name not in keep:
+                gone = folder.with_name(folder.name + TEMPORARY)
+                folder.rename(gone)
+                shutil.rmtree(gone)
