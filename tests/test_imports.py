@@ -24,6 +24,8 @@ ROOMS = (
     "schema",
     "boxes",
     "overlap",
+    "fit",
+    "coverage",
     "views",
     "reference",
     "coding",
