@@ -65,12 +65,12 @@ def source(weights: Any, *, kind: str = "module", **options: Any) -> Source:
     return made
 
 
-def loader(kind: str, engine: Any, **options: Any) -> Loader:
+def loader(kind: str, engine: Any, **options: Any) -> Loader[Any]:
     """An engine's weights as a loader; `kind` names a plugin of dcr.loaders, which takes the options.
 
     "module": `dcr.loaders.module.ModuleLoader`.
     """
-    made: Loader = plugins.load("dcr.loaders", kind)(engine, **options)
+    made: Loader[Any] = plugins.load("dcr.loaders", kind)(engine, **options)
     return made
 
 

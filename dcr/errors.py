@@ -41,6 +41,10 @@ class StorageRebound(LocalError):
     """A weight no longer lives where it lived when its placement was bound."""
 
 
+class RankError(LocalError):
+    """A rank of this member failed, or its process is gone."""
+
+
 class WireError(RemoteError):
     """Bytes that are not a valid message: truncated, oversized, flipped, or of another version."""
 

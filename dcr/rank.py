@@ -16,8 +16,7 @@ from dcr.errors import DigestMismatch, IncompleteError, PayloadError, Poisoned, 
 from dcr.frames import Layout
 from dcr.observe import Observer
 from dcr.pipeline import Pipeline
-from dcr.ready import Ready
-from dcr.seams import Codec, Loader
+from dcr.seams import Codec, Loader, Undoable
 from dcr.stages import apply
 from dcr.stages.apply import Inspect, Prepare, Write
 from dcr.stages.compress import Decompress
@@ -36,7 +35,7 @@ class Prepared:
     identity: Identity
     root: bytes
     target: Lanes
-    readies: list[Ready]
+    readies: list[Undoable]
 
     @property
     def changed(self) -> int:
@@ -61,7 +60,7 @@ class Rank:
 
     def __init__(
         self,
-        loader: Loader,
+        loader: Loader[Any],
         *,
         budget: ByteBudget,
         codecs: Callable[[str], Codec],
@@ -138,7 +137,7 @@ class Rank:
         Raises: as `dcr.stages.transfer.Fetch` and `dcr.stages.apply.verify`.
         """
         await self.require_epoch()
-        readies: list[Ready] = []
+        readies: list[Undoable] = []
         fetch = self._fetch(receipt, receive, again)
         stages = Pipeline(self._decompress(), Prepare(self._loader))
         await stages.run(fetch, into=readies.append, version=receipt.identity.version, observe=self._observe)

@@ -31,6 +31,7 @@ class Ready:
     writes: the frame's elements, then those of each further copy that the engine keeps of them.
     old_sums, new_sums: digest sums [tensors of the frame, 2] over the elements that the change names.
     copies_agree: False if a copy held other old bits than the first.
+    parts: at one of several ranks, the parts that the sums are of instead (see `dcr.seams.RankReady`).
     """
 
     frame: int
@@ -38,6 +39,7 @@ class Ready:
     old_sums: Lanes
     new_sums: Lanes
     copies_agree: bool
+    parts: tuple[int, ...] = ()
 
     @property
     def number(self) -> int:

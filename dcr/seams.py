@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from dcr.frames import Layout, Shard
+from dcr.frames import Layout, Region, Shard
 from dcr.patch import Change, Operation
 from dcr.schema import Schema
 from dcr.views import Bits, Lanes
@@ -14,7 +14,6 @@ from dcr.wire import Head, Identity, Join, MemberRef, Message
 
 if TYPE_CHECKING:
     from dcr.pipeline import Inbox, Outbox
-    from dcr.ready import Ready
 
 In = TypeVar("In", contravariant=True)
 Out = TypeVar("Out", covariant=True)
@@ -244,8 +243,57 @@ class Source(Protocol):
         ...
 
 
-class Loader(Protocol):
-    """One engine rank, seen by what can be done to its weights. Calls run in worker threads, one at a time."""
+class Undoable(Protocol):
+    """One frame that a loader has prepared: all that is left is to write it.
+
+    old_sums, new_sums: digest sums [tensors of the frame, 2] over the elements that the change names.
+    copies_agree: False if a copy of some element held other old bits than the first.
+    """
+
+    @property
+    def frame(self) -> int: ...
+
+    @property
+    def number(self) -> int:
+        """Its frame's number: what events say of it."""
+        ...
+
+    @property
+    def changed(self) -> int:
+        """Elements that will be written."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        ...
+
+    @property
+    def old_sums(self) -> Lanes: ...
+
+    @property
+    def new_sums(self) -> Lanes: ...
+
+    @property
+    def copies_agree(self) -> bool: ...
+
+
+class RankReady(Undoable, Protocol):
+    """The share of one rank in a frame. Its sums are [parts of the frame that it holds, 2].
+
+    parts: which parts the sums are of, as indices into what `RankLoader.bind` returned.
+    """
+
+    @property
+    def parts(self) -> Sequence[int]: ...
+
+
+Frame = TypeVar("Frame", bound=Undoable)
+Share = TypeVar("Share", bound=RankReady)
+
+
+class Loader(Protocol[Frame]):
+    """A member's weights, seen by what can be done to them. Calls run in worker threads, one at a time."""
 
     def bind(self, layout: Layout) -> None:
         """Fix where each frame's elements go. Called once per layout, before anything else, mutates no weight.
@@ -259,11 +307,11 @@ class Loader(Protocol):
         """A fingerprint of where all weights lie; when it changes, what was bound is no longer true."""
         ...
 
-    def prepare(self, frame: int, change: Change) -> Ready:
+    def prepare(self, frame: int, change: Change) -> Frame:
         """Read the old bits of what will be touched and resolve the change to absolute bits. Writes nothing."""
         ...
 
-    def install(self, ready: Ready) -> None:
+    def install(self, ready: Frame) -> None:
         """Write absolute bits and read them back.
 
         Raises:
@@ -271,7 +319,7 @@ class Loader(Protocol):
         """
         ...
 
-    def undo(self, ready: Ready) -> None:
+    def undo(self, ready: Frame) -> None:
         """Write the old bits back, and read them back.
 
         Raises:
@@ -284,5 +332,34 @@ class Loader(Protocol):
 
         Raises:
             DigestMismatch: copies of one tensor differ.
+        """
+        ...
+
+
+class RankLoader(Protocol[Share]):
+    """One of several ranks of a member, which `dcr.ranks.Ranks` joins; as `Loader`, but for what it says here.
+
+    A part is a region of one tensor that this rank holds, all of it; two of its parts share no element.
+    """
+
+    def bind(self, layout: Layout) -> Sequence[Region]:
+        """See `Loader.bind`; the parts that this rank holds."""
+        ...
+
+    def epoch(self) -> bytes: ...
+
+    def prepare(self, frame: int, change: Change) -> Share:
+        """See `Loader.prepare`; what lies elsewhere is left out."""
+        ...
+
+    def install(self, ready: Share) -> None: ...
+
+    def undo(self, ready: Share) -> None: ...
+
+    def digest(self) -> Lanes:
+        """Digest uint64 [parts, 2], recomputed from memory: of each part, under the key of its tensor.
+
+        Raises:
+            DigestMismatch: copies of one part differ within this rank.
         """
         ...

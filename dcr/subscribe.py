@@ -73,7 +73,7 @@ class Subscriber:
         self,
         url: str,
         *,
-        loader: Loader,
+        loader: Loader[Any],
         member: str,
         transport: Transport | None = None,
         codecs: Callable[[str], Codec] = find_codec,

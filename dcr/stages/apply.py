@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +13,7 @@ from dcr.frames import Layout
 from dcr.patch import Operation
 from dcr.pipeline import Inbox, Outbox, serve
 from dcr.placement import canonical_table
-from dcr.ready import Ready
-from dcr.seams import Loader
+from dcr.seams import Loader, Undoable
 from dcr.stages.compress import Unpacked
 from dcr.views import Lanes
 from dcr.wire import Message, Seal
@@ -25,21 +25,21 @@ class Prepare:
     name = "prepare"
     workers = 1
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader[Any]) -> None:
         self._loader = loader
 
-    async def run(self, inbox: Inbox[Unpacked], outbox: Outbox[Ready]) -> None:
+    async def run(self, inbox: Inbox[Unpacked], outbox: Outbox[Undoable]) -> None:
         """See `dcr.seams.Stage`."""
         await serve(inbox, outbox, self.prepare)
 
-    def prepare(self, unpacked: Unpacked) -> Ready:
+    def prepare(self, unpacked: Unpacked) -> Undoable:
         """One frame, ready.
 
         Raises:
             BaseMismatch: live memory does not hold the bits that the change starts from.
             PayloadError: the decoded bits are not those that were sealed.
         """
-        ready = self._loader.prepare(unpacked.chunk.frame, unpacked.change)
+        ready: Undoable = self._loader.prepare(unpacked.chunk.frame, unpacked.change)
         check_content(unpacked, ready)
         return ready
 
@@ -50,14 +50,14 @@ class Write:
     name = "write"
     workers = 1
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader[Any]) -> None:
         self._loader = loader
 
-    async def run(self, inbox: Inbox[Ready], outbox: Outbox[int]) -> None:
+    async def run(self, inbox: Inbox[Undoable], outbox: Outbox[int]) -> None:
         """See `dcr.seams.Stage`."""
         await serve(inbox, outbox, self.write)
 
-    def write(self, ready: Ready) -> int:
+    def write(self, ready: Undoable) -> int:
         """Write one frame and read it back; its number."""
         self._loader.install(ready)
         return ready.frame
@@ -104,7 +104,7 @@ class Inspect:
         return target
 
 
-def check_content(unpacked: Unpacked, ready: Ready) -> None:
+def check_content(unpacked: Unpacked, ready: Undoable) -> None:
     """Compare the absolute bits with the chunk's content digest; raises as `Prepare.prepare`."""
     chunk = unpacked.chunk
     if digest.total(ready.new_sums) == chunk.content:
@@ -129,7 +129,7 @@ def sealed_digests(seal: Seal, body: bytes, layout: Layout) -> tuple[Lanes, Lane
     return base, target, touched
 
 
-def verify(sealed: Message, layout: Layout, held: Lanes, readies: Iterable[Ready]) -> Lanes:
+def verify(sealed: Message, layout: Layout, held: Lanes, readies: Iterable[Undoable]) -> Lanes:
     """Before a vote: that what is ready leads from the bits held here to those sealed. Returns the target digest.
 
     held: digest [T, 2] of live memory.
@@ -169,14 +169,14 @@ def _require_base(seal: Seal, layout: Layout, *, held: Lanes, base: Lanes, old: 
         raise BaseMismatch(str(error)) from None
 
 
-def install(loader: Loader, readies: Sequence[Ready]) -> None:
+def install(loader: Loader[Any], readies: Sequence[Undoable]) -> None:
     """Write everything that is ready and read it back; what fails half-way is undone. Runs in one worker thread.
 
     Raises:
         Exception: what went wrong; live memory is as before.
         Poisoned: it went wrong and could not be undone.
     """
-    begun: list[Ready] = []
+    begun: list[Undoable] = []
     try:
         for ready in readies:
             begun.append(ready)
@@ -186,7 +186,7 @@ def install(loader: Loader, readies: Sequence[Ready]) -> None:
         raise
 
 
-def _undo(loader: Loader, begun: Sequence[Ready], cause: BaseException) -> None:
+def _undo(loader: Loader[Any], begun: Sequence[Undoable], cause: BaseException) -> None:
     try:
         for ready in reversed(begun):
             loader.undo(ready)

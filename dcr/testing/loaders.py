@@ -40,7 +40,7 @@ class LoaderTests:
 
     # ------------------------------------------------------------------ what the author says
 
-    def make(self, weights: Mapping[str, Weight]) -> tuple[Any, Loader]:
+    def make(self, weights: Mapping[str, Weight]) -> tuple[Any, Loader[Any]]:
         """An engine that holds these weights under these names, and a loader for it that is not bound yet."""
         pytest.fail(f"{type(self).__name__}: override make, which makes an engine and its loader of {list(weights)}")
 

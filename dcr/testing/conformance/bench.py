@@ -32,7 +32,7 @@ class Bench:
     """An engine, its loader, and what the engine should hold: `held`, flat bits by name, which changes move on."""
 
     def __init__(
-        self, weights: Mapping[str, Weight], engine: Any, loader: Loader, raw: Callable[[], Mapping[str, bytes]]
+        self, weights: Mapping[str, Weight], engine: Any, loader: Loader[Any], raw: Callable[[], Mapping[str, bytes]]
     ) -> None:
         self.weights = dict(weights)
         self.engine = engine

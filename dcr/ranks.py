@@ -1,0 +1,195 @@
+"""Several engine ranks as one loader: they are bound, prepare, install and undo together.
+
+    R  ranks      P  parts: distinct canonical regions that ranks hold      T  tensors of the layout
+
+Every rank says which parts it holds, and sums digests part by part. The owner of a part is the lowest rank that holds
+it: owners' sums add up to the tensor's, the other holders' must be equal to it. Two parts are the same region or share
+nothing, and together the parts are the whole model: that is checked when the ranks are bound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dcr import digest
+from dcr.errors import DigestMismatch, LayoutError, StateError
+from dcr.frames import Layout, Region
+from dcr.patch import Change
+from dcr.seams import RankLoader, RankReady
+from dcr.views import Lanes
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joint:
+    """One frame, prepared by all ranks that hold some of it.
+
+    shares: (rank, what it has ready). The rest: see `dcr.seams.Undoable`.
+    """
+
+    frame: int
+    shares: tuple[tuple[int, RankReady], ...]
+    old_sums: Lanes
+    new_sums: Lanes
+    copies_agree: bool
+
+    @property
+    def number(self) -> int:
+        return self.frame
+
+    @property
+    def changed(self) -> int:
+        """Elements that will be written, by all ranks together."""
+        return sum(ready.changed for _, ready in self.shares)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held by all ranks, in bytes."""
+        return sum(ready.nbytes for _, ready in self.shares)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """Who holds what of a layout.
+
+    of_rank: for each rank, its parts as numbers into the P distinct ones. tensor: that of each part [P].
+    holders: for each frame, the ranks that hold some of its tensors.
+    """
+
+    layout: Layout
+    of_rank: tuple[NDArray[np.int64], ...]
+    tensor: NDArray[np.int64]
+    holders: tuple[tuple[int, ...], ...]
+
+
+class Ranks:
+    """The ranks of one member, in order, as one loader; all are called at once, each by one thread at a time.
+
+    Raises:
+        StateError: there are none.
+    """
+
+    def __init__(self, ranks: Sequence[RankLoader[Any]]) -> None:
+        if not ranks:
+            raise StateError("a member has at least one rank; none was given")
+        self._ranks = tuple(ranks)
+        self._pool = ThreadPoolExecutor(len(ranks), thread_name_prefix="dcr-rank")
+        self._bound: _Parts | None = None
+
+    def bind(self, layout: Layout) -> None:
+        """See `dcr.seams.Loader.bind`.
+
+        Raises:
+            LayoutError: what the ranks hold is not every element of the model once, or as equal regions.
+        """
+        self._bound = _parts(layout, self._each(lambda rank: rank.bind(layout)))
+
+    def epoch(self) -> bytes:
+        """See `dcr.seams.Loader.epoch`."""
+        return hashlib.blake2b(b"".join(self._each(lambda rank: rank.epoch())), digest_size=16).digest()
+
+    def prepare(self, frame: int, change: Change) -> Joint:
+        """See `dcr.seams.Loader.prepare`."""
+        parts = self._parts
+        tensors, holders = list(parts.layout.frames[frame].tensors), parts.holders[frame]
+        readies = self._each(lambda rank: rank.prepare(frame, change), holders)
+        numbers = [parts.of_rank[r][list(ready.parts)] for r, ready in zip(holders, readies, strict=True)]
+        old, same_old = _summed(parts, numbers, [ready.old_sums for ready in readies])
+        new, same_new = _summed(parts, numbers, [ready.new_sums for ready in readies])
+        agree = same_old and same_new and all(ready.copies_agree for ready in readies)
+        return Joint(frame, tuple(zip(holders, readies, strict=True)), old[tensors], new[tensors], agree)
+
+    def install(self, ready: Joint) -> None:
+        """See `dcr.seams.Loader.install`; all ranks have ended when it returns or raises."""
+        shares = dict(ready.shares)
+        self._each_number(lambda r: self._ranks[r].install(shares[r]), shares)
+
+    def undo(self, ready: Joint) -> None:
+        """See `dcr.seams.Loader.undo`; every rank is undone, also when one fails."""
+        shares = dict(ready.shares)
+        self._each_number(lambda r: self._ranks[r].undo(shares[r]), shares)
+
+    def digest(self) -> Lanes:
+        """See `dcr.seams.Loader.digest`."""
+        lanes, same = _summed(self._parts, self._parts.of_rank, self._each(lambda rank: rank.digest()))
+        if not same:
+            raise DigestMismatch("two ranks hold other bits of the same part of a tensor; seed this member anew")
+        return lanes
+
+    @property
+    def _parts(self) -> _Parts:
+        if self._bound is None:
+            raise StateError("the ranks are not bound to a layout yet; call bind first")
+        return self._bound
+
+    def _each(self, call: Callable[[RankLoader[Any]], Result], which: Iterable[int] | None = None) -> list[Result]:
+        return self._each_number(lambda r: call(self._ranks[r]), range(len(self._ranks)) if which is None else which)
+
+    def _each_number(self, call: Callable[[int], Result], which: Iterable[int]) -> list[Result]:
+        """Call some ranks at once and wait for all of them; the first error, with the others named in notes."""
+        futures = [(r, self._pool.submit(call, r)) for r in which]
+        errors = [(r, error) for r, future in futures if (error := future.exception()) is not None]
+        if errors:
+            for r, error in errors:
+                errors[0][1].add_note(f"rank {r} of {len(self._ranks)}: {type(error).__name__}: {error}")
+            raise errors[0][1]
+        return [future.result() for _, future in futures]
+
+
+def _summed(parts: _Parts, numbers: Sequence[NDArray[np.int64]], sums: Sequence[Lanes]) -> tuple[Lanes, bool]:
+    """Digests [T, 2] of tensors from those of parts by rank, each part once; and whether all holders agree."""
+    number, lanes = np.concatenate(numbers), np.concatenate(sums)
+    _, first, inverse = np.unique(number, return_index=True, return_inverse=True)
+    total = digest.zero(len(parts.layout.schema.tensors))
+    np.add.at(total, parts.tensor[number[first]], lanes[first])
+    return total, bool((lanes == lanes[first][inverse]).all())
+
+
+def _parts(layout: Layout, held: Sequence[Sequence[Region]]) -> _Parts:
+    numbers: dict[Region, int] = {}
+    of_rank = tuple(
+        np.array([numbers.setdefault(_canonical(region), len(numbers)) for region in regions], np.int64)
+        for regions in held
+    )
+    _require_tiled(layout, numbers)
+    tensor = np.array([region.tensor for region in numbers], np.int64)
+    tensors = [set(tensor[own].tolist()) for own in of_rank]
+    holders = tuple(
+        tuple(r for r, some in enumerate(tensors) if not some.isdisjoint(frame.tensors)) for frame in layout.frames
+    )
+    return _Parts(layout, of_rank, tensor, holders)
+
+
+def _canonical(region: Region) -> Region:
+    """One form for one region, however its dimensions were cut: outer strides first, runs in one piece."""
+    dims: list[tuple[int, int]] = []
+    for n, stride in sorted((dim for dim in region.dims if dim[0] != 1), key=lambda dim: -dim[1]):
+        if dims and dims[-1][1] == stride * n:
+            dims[-1] = (dims[-1][0] * n, stride)
+        else:
+            dims.append((n, stride))
+    return Region(region.tensor, region.there0, tuple(dims))
+
+
+def _require_tiled(layout: Layout, regions: Iterable[Region]) -> None:
+    runs: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
+    for region in regions:
+        runs[region.tensor].append(region.runs())
+    for tensor, spec in enumerate(layout.schema.tensors):
+        if not spec.numel:
+            continue
+        spans = np.concatenate(runs[tensor]) if runs[tensor] else np.zeros((0, 2), np.int64)
+        spans = spans[np.argsort(spans[:, 0])]
+        if (spans[:-1].sum(axis=1) > spans[1:, 0]).any():
+            raise LayoutError(f"{spec.name}: ranks hold regions of it that overlap and are not equal")
+        if (held := int(spans[:, 1].sum())) != spec.numel:
+            raise LayoutError(f"{spec.name}: the ranks hold {held} of its {spec.numel} elements; are some missing?")

@@ -1,0 +1,338 @@
+"""Ranks in processes of their own: a socket to each worker, and the verbs of `dcr.seams.RankLoader` over it.
+
+    K  changed elements of a frame      P  parts of a rank
+
+The worker connects and serves (`serve`), the member's process calls (`Worker`): one request, one answer, in turn. What
+is prepared stays in the worker; the caller holds a handle, and what it has let go of is freed with the next request.
+A change crosses decoded, so that it is decoded once per member and not once per rank. Whoever may open the socket is
+trusted with the weights: keep its directory private.
+
+    prefix   magic 4 bytes | header size u32 | body size u64      (little-endian)
+    header   one msgpack-encoded request or answer, typed
+    body     bind: the layout; prepare: positions, then values; answers: digest sums
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import socket
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dcr import digest, errors, frames
+from dcr.errors import DcrError, RankError, WireError
+from dcr.frames import Layout, Region
+from dcr.patch import Change, Operation
+from dcr.seams import RankLoader, RankReady
+from dcr.views import UNSIGNED, Lanes
+
+MAGIC = b"DCRW"
+PREFIX = struct.Struct("<4sIQ")
+MAX_HEADER_BYTES = 1 << 28
+MAX_BODY_BYTES = 1 << 34
+PIECE_BYTES = 1 << 22
+
+Buffer = bytes | memoryview
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A worker's first words: the key that it was told, and which rank it is, of how many."""
+
+    key: bytes
+    rank: int
+    world: int
+
+
+class Bind(msgspec.Struct, frozen=True, tag="bind"):
+    pass
+
+
+class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
+    pass
+
+
+class Digest(msgspec.Struct, frozen=True, tag="digest"):
+    pass
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """ticket: the caller's name for what will be ready. width: bytes per value; positions None: all elements."""
+
+    ticket: int
+    frame: int
+    operation: int
+    width: int
+    positions: int | None
+
+
+class Install(msgspec.Struct, frozen=True, tag="install"):
+    ticket: int
+
+
+class Undo(msgspec.Struct, frozen=True, tag="undo"):
+    ticket: int
+
+
+Request = Bind | Epoch | Digest | Prepare | Install | Undo
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A request, and the tickets of what the caller has let go of."""
+
+    request: Request
+    forget: tuple[int, ...] = ()
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """It is done; digests are in the body."""
+
+
+class Parts(msgspec.Struct, frozen=True, tag="parts"):
+    """What `bind` returned."""
+
+    regions: tuple[Region, ...]
+
+
+class Shared(msgspec.Struct, frozen=True, tag="shared"):
+    """What `prepare` returned, but for the sums: old and then new ones are in the body."""
+
+    parts: tuple[int, ...]
+    changed: int
+    nbytes: int
+    copies_agree: bool
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """What was raised: the name of one of dcr's errors, or of any other."""
+
+    kind: str
+    message: str
+
+
+Answer = Done | Parts | Shared | Failed
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Share:
+    """A handle to what a worker has ready; see `dcr.seams.RankReady`."""
+
+    ticket: int
+    frame: int
+    parts: tuple[int, ...]
+    changed: int
+    nbytes: int
+    old_sums: Lanes
+    new_sums: Lanes
+    copies_agree: bool
+
+    @property
+    def number(self) -> int:
+        return self.frame
+
+
+class Worker:
+    """A rank that lies behind a socket, as a `dcr.seams.RankLoader`. It closes the socket.
+
+    Raises:
+        RankError: by every call, if the worker is gone, does not answer within timeout_s, or failed in a way that is
+            not one of dcr's errors.
+    """
+
+    def __init__(self, connection: socket.socket, *, rank: int, timeout_s: float = 600.0) -> None:
+        connection.settimeout(timeout_s)
+        self._connection = connection
+        self._rank = rank
+        self._lock = threading.Lock()  # while a member is seeded, frames are prepared beside those that are written
+        self._tickets = itertools.count()
+        self._let_go: deque[int] = deque()
+
+    def bind(self, layout: Layout) -> Sequence[Region]:
+        """See `dcr.seams.RankLoader.bind`."""
+        answer, _ = self._call(Bind(), frames.encode(layout))
+        assert isinstance(answer, Parts)
+        return answer.regions
+
+    def epoch(self) -> bytes:
+        """See `dcr.seams.Loader.epoch`."""
+        _, body = self._call(Epoch())
+        return body
+
+    def prepare(self, frame: int, change: Change) -> Share:
+        """See `dcr.seams.RankLoader.prepare`."""
+        ticket, positions = next(self._tickets), change.positions
+        count = None if positions is None else len(positions)
+        request = Prepare(ticket, frame, change.operation, change.values.itemsize, count)
+        body = [] if positions is None else [_octets(positions)]
+        answer, sums = self._call(request, *body, _octets(change.values))
+        assert isinstance(answer, Shared)
+        old, new = np.split(digest.unpack(sums), 2)
+        share = Share(ticket, frame, answer.parts, answer.changed, answer.nbytes, old, new, answer.copies_agree)
+        weakref.finalize(share, self._let_go.append, ticket).atexit = False
+        return share
+
+    def install(self, ready: Share) -> None:
+        """See `dcr.seams.Loader.install`."""
+        self._call(Install(ready.ticket))
+
+    def undo(self, ready: Share) -> None:
+        """See `dcr.seams.Loader.undo`."""
+        self._call(Undo(ready.ticket))
+
+    def digest(self) -> Lanes:
+        """See `dcr.seams.RankLoader.digest`."""
+        _, body = self._call(Digest())
+        return digest.unpack(body)
+
+    def close(self) -> None:
+        """Let the worker go; it stops serving."""
+        self._connection.close()
+
+    def _call(self, request: Request, *body: Buffer) -> tuple[Answer, bytes]:
+        try:
+            with self._lock:
+                forget = tuple(self._let_go.popleft() for _ in range(len(self._let_go)))
+                _send(self._connection, Call(request, forget), *body)
+                answer, data = _receive(self._connection, Answer)
+        except (OSError, WireError) as error:
+            self.close()  # an answer may still come: what is asked next would take it for its own
+            verb = type(request).__name__.lower()
+            raise RankError(f"rank {self._rank} is gone ({verb}: {type(error).__name__}: {error})") from error
+        if isinstance(answer, Failed):
+            raise _error(answer, self._rank)
+        return answer, data
+
+
+def accept(listener: socket.socket, world: int, key: bytes, *, timeout_s: float = 60.0) -> list[Worker]:
+    """Wait for `world` workers to connect; in the order of their ranks.
+
+    Raises:
+        RankError: not all came within timeout_s, or two claim one rank, or one has another key or world.
+    """
+    listener.settimeout(timeout_s)
+    connected: dict[int, socket.socket] = {}
+    with ExitStack() as failed:
+        while len(connected) < world:
+            try:
+                connection, _ = listener.accept()
+                failed.enter_context(connection)
+                connection.settimeout(timeout_s)
+                hello, _ = _receive(connection, Hello)
+            except (OSError, WireError) as error:
+                raise RankError(f"{len(connected)} of {world} ranks connected: {error}") from error
+            if not hmac.compare_digest(hello.key, key):
+                raise RankError("a process with another key connected; is it of another engine?")
+            if hello.world != world or hello.rank in connected or not 0 <= hello.rank < world:
+                raise RankError(f"expected {world} ranks, each once; found rank {hello.rank} of {hello.world}")
+            connected[hello.rank] = connection
+        failed.pop_all()
+    return [Worker(connected[rank], rank=rank) for rank in range(world)]
+
+
+def serve(connection: socket.socket, loader: RankLoader[Any], *, key: bytes, rank: int, world: int) -> None:
+    """Serve one rank until the connection is closed; runs in a thread of the worker.
+
+    Raises:
+        WireError: what came is not a request.
+    """
+    readies: dict[int, RankReady] = {}
+    with connection:
+        _send(connection, Hello(key, rank, world))
+        while True:
+            try:
+                call, body = _receive(connection, Call)
+                for ticket in call.forget:
+                    readies.pop(ticket, None)
+                _send(connection, *_answer(call.request, body, loader, readies))
+            except OSError:
+                return
+
+
+def _answer(
+    request: Request, body: bytes, loader: RankLoader[Any], readies: dict[int, RankReady]
+) -> tuple[Answer, bytes]:
+    try:
+        return _done(request, body, loader, readies)
+    except Exception as error:  # told to the caller, who decides what follows from it
+        return Failed(type(error).__name__, str(error)), b""
+
+
+def _done(
+    request: Request, body: bytes, loader: RankLoader[Any], readies: dict[int, RankReady]
+) -> tuple[Answer, bytes]:
+    match request:
+        case Bind():
+            return Parts(tuple(loader.bind(frames.decode(body)))), b""
+        case Epoch():
+            return Done(), loader.epoch()
+        case Digest():
+            return Done(), digest.pack(loader.digest())
+        case Prepare(ticket=ticket, frame=frame):
+            ready: RankReady = loader.prepare(frame, _change(request, body))
+            readies[ticket] = ready
+            sums = digest.pack(ready.old_sums) + digest.pack(ready.new_sums)
+            return Shared(tuple(ready.parts), ready.changed, ready.nbytes, ready.copies_agree), sums
+        case Install(ticket=ticket):
+            loader.install(readies[ticket])
+        case Undo(ticket=ticket):
+            loader.undo(readies[ticket])
+    return Done(), b""
+
+
+def _change(request: Prepare, body: bytes) -> Change:
+    positions, cut = None, 0
+    if request.positions is not None:
+        positions = np.frombuffer(body, np.uint32, request.positions)
+        cut = positions.nbytes
+    values = np.frombuffer(body, UNSIGNED[request.width], offset=cut)
+    return Change(Operation(request.operation), positions, values if values.flags.aligned else values.copy())
+
+
+def _error(failed: Failed, rank: int) -> DcrError:
+    kind = getattr(errors, failed.kind, None)
+    message = f"rank {rank}: {failed.message}"
+    if isinstance(kind, type) and issubclass(kind, DcrError):
+        return kind(message)
+    return RankError(f"rank {rank} failed: {failed.kind}: {failed.message}")
+
+
+def _octets(array: np.ndarray[Any, Any]) -> memoryview:
+    return np.ascontiguousarray(array).view(np.uint8).data
+
+
+def _send(connection: socket.socket, header: Hello | Call | Answer, *body: Buffer) -> None:
+    packed = msgspec.msgpack.encode(header)
+    connection.sendall(PREFIX.pack(MAGIC, len(packed), sum(len(piece) for piece in body)) + packed)
+    for piece in body:
+        connection.sendall(piece)
+
+
+def _receive(connection: socket.socket, kind: Any) -> tuple[Any, bytes]:
+    magic, header_bytes, body_bytes = PREFIX.unpack(_exactly(connection, PREFIX.size))
+    if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or body_bytes > MAX_BODY_BYTES:
+        raise WireError(f"not a message between a member and its ranks: {magic!r}, {header_bytes} + {body_bytes} bytes")
+    try:
+        header = msgspec.msgpack.decode(_exactly(connection, header_bytes), type=kind)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"a message between a member and its ranks does not decode: {error}") from error
+    return header, _exactly(connection, body_bytes)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    """The next `size` bytes; memory grows as they come."""
+    data = bytearray()
+    while len(data) < size:
+        piece = connection.recv(min(size - len(data), PIECE_BYTES))
+        if not piece:
+            raise ConnectionResetError("the connection was closed")
+        data += piece
+    return bytes(data)

@@ -1,0 +1,229 @@
+"""Ranks in processes of their own: what happens when one is killed, is another one, or talks nonsense."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from refits import FAST, publish
+from tensor_parallel import SPECS, ToyRank, fill, touched, toys, trainer_of, values
+
+import dcr
+from dcr import workers
+from dcr.errors import Poisoned, RankError, SchemaError, WireError
+from dcr.ranks import Ranks
+from dcr.ready import Ready
+
+REGION = dcr.frames.Region(0, 0, ((60, 1),))
+
+
+class Mortal(ToyRank):
+    """A rank whose process is killed while it installs the n-th frame: the frame is written by half."""
+
+    dies_at = -1
+
+    def install(self, ready: Ready) -> None:
+        if self.installs == self.dies_at:
+            (write, *_) = ready.writes
+            half = len(write.bits) // 2
+            self.parts[write.home].memory[write.positions[:half]] = write.bits[:half]
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().install(ready)
+
+
+def work(address: str, rank: int, world: int, dies_at: int) -> None:
+    """A worker process: an engine rank with the weights of version 1, and its server."""
+    mortal = Mortal(rank, world)
+    mortal.dies_at = dies_at
+    mortal.fill(SPECS, values(1))
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        workers.serve(connection, mortal, key=b"key", rank=rank, world=world)
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Any]]:
+    started: list[Any] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.join()
+        process.close()
+
+
+def start(processes: list[Any], folder: Path, dies_at: dict[int, int], world: int = 2) -> list[workers.Worker]:
+    spawn = multiprocessing.get_context("spawn")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "ranks"))
+        listener.listen()
+        for rank in range(world):
+            process = spawn.Process(target=work, args=(str(folder / "ranks"), rank, world, dies_at.get(rank, -1)))
+            process.start()
+            processes.append(process)
+        return workers.accept(listener, world, b"key", timeout_s=60)
+
+
+@pytest.mark.parametrize("dies_at", [0, 3])
+async def test_a_member_whose_worker_is_killed_while_it_installs_never_serves(
+    tmp_path: Path, processes: list[Any], dies_at: int
+) -> None:
+    trainer = trainer_of(values(1))
+    url = f"local://{tmp_path / 'run'}"
+    ranks = start(processes, tmp_path, {1: dies_at})
+    try:
+        async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST, frame_elems=33) as publisher:
+            await publish(publisher, 1)
+            async with dcr.subscriber(url, loader=Ranks(ranks), member="m", transport=FAST) as versions:
+                assert versions.version == 1
+                fill(trainer, touched(values(1), 2))
+                await publisher.joined(1)
+                refit = await publisher.publish(2)
+                version = await anext(versions)
+                with pytest.raises(Poisoned):
+                    await version.install()
+                assert not versions.may_serve
+                assert "poisoned" in (await refit.installed())["m"]
+                seed = await anext(versions)
+                with pytest.raises(RankError, match="rank 1 is gone"):
+                    await seed.install()
+                assert not versions.may_serve
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+async def test_a_member_whose_worker_is_killed_before_a_version_refuses_it_and_ends(
+    tmp_path: Path, processes: list[Any]
+) -> None:
+    trainer = trainer_of(values(1))
+    url = f"local://{tmp_path / 'run'}"
+    ranks = start(processes, tmp_path, {})
+    try:
+        async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST, quorum=0) as publisher:
+            await publish(publisher, 1)
+            async with dcr.subscriber(url, loader=Ranks(ranks), member="m", transport=FAST) as versions:
+                await publisher.joined(1)
+                os.kill(processes[0].pid, signal.SIGKILL)
+                processes[0].join()
+                fill(trainer, touched(values(1), 2))
+                report = await publish(publisher, 2)
+                assert "rank 0 is gone" in report.members["m"]
+                with pytest.raises(RankError, match="rank 0 is gone"):
+                    await anext(versions)
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+# ------------------------------------------------------------------ who connects
+
+
+def connect(address: Path, hello: workers.Hello | bytes) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(address))
+    if isinstance(hello, bytes):
+        connection.sendall(hello)
+    else:
+        workers._send(connection, hello)
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("hellos", "said"),
+    [
+        ([workers.Hello(b"other", 0, 2)], "another key"),
+        ([workers.Hello(b"key", 0, 3)], "found rank 0 of 3"),
+        ([workers.Hello(b"key", 2, 2)], "found rank 2 of 2"),
+        ([workers.Hello(b"key", 1, 2), workers.Hello(b"key", 1, 2)], "found rank 1 of 2"),
+        ([workers.Hello(b"key", 1, 2)], "1 of 2 ranks connected"),
+        ([b"GET / HTTP/1.1\r\n\r\n"], "not a message"),
+    ],
+)
+def test_who_does_not_belong_to_the_member_is_refused(tmp_path: Path, hellos: list[Any], said: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "ranks"))
+        listener.listen()
+        connections = [connect(tmp_path / "ranks", hello) for hello in hellos]
+        with pytest.raises(RankError, match=said):
+            workers.accept(listener, 2, b"key", timeout_s=0.2)
+        for connection in connections:
+            connection.close()
+
+
+def served(loader: Any) -> workers.Worker:
+    here, there = socket.socketpair()
+    told = {"key": b"key", "rank": 0, "world": 1}
+    threading.Thread(target=workers.serve, args=(there, loader), kwargs=told, daemon=True).start()
+    workers._receive(here, workers.Hello)
+    return workers.Worker(here, rank=0, timeout_s=0.2)
+
+
+def test_an_error_of_a_rank_keeps_its_kind() -> None:
+    class Refusing:
+        def bind(self, layout: Any) -> list[Any]:
+            raise SchemaError("w has no place here")
+
+        def epoch(self) -> bytes:
+            raise ZeroDivisionError("by zero")
+
+    worker = served(Refusing())
+    with pytest.raises(SchemaError, match="rank 0: w has no place here"):
+        worker.bind(dcr.frames.Layout(dcr.schema.Schema(SPECS), ()))
+    with pytest.raises(RankError, match="rank 0 failed: ZeroDivisionError: by zero"):
+        worker.epoch()
+    worker.close()
+
+
+def test_a_rank_that_does_not_answer_is_given_up() -> None:
+    gone = threading.Event()
+
+    class Silent:
+        def epoch(self) -> bytes:
+            gone.wait(5)
+            return b"late"
+
+    worker = served(Silent())
+    with pytest.raises(RankError, match="rank 0 is gone"):
+        worker.epoch()
+    gone.set()
+    with pytest.raises(RankError, match="rank 0 is gone"):  # the late answer is nobody's
+        worker.epoch()
+
+
+def test_what_is_let_go_of_is_freed_in_the_worker() -> None:
+    kept: list[Any] = []
+
+    class Keeping(ToyRank):
+        def prepare(self, frame: int, change: Any) -> Ready:
+            ready = super().prepare(frame, change)
+            kept.append(weakref.ref(ready.writes[0].bits))
+            return ready
+
+    (rank,) = toys(1, values(1))
+    rank.__class__ = Keeping
+    worker = served(rank)
+    layout = dcr.frames.Layout(dcr.schema.Schema(SPECS[:1]), (dcr.frames.FrameSpec("bfloat16", (REGION,)),))
+    worker.bind(layout)
+    share = worker.prepare(0, dcr.patch.Change(dcr.Operation.OVERWRITE, None, np.zeros(60, np.uint16)))
+    worker.epoch()
+    assert kept[0]() is not None
+    del share
+    worker.epoch()
+    assert kept[0]() is None
+    worker.close()
+
+
+def test_a_worker_stops_when_a_request_is_not_one() -> None:
+    here, there = socket.socketpair()
+    here.sendall(b"x" * 16)
+    with here, pytest.raises(WireError, match="not a message"):
+        workers.serve(there, object(), key=b"", rank=0, world=1)
