@@ -4,13 +4,12 @@
 
 Every rank says which parts it holds, and sums digests part by part. The owner of a part is the lowest rank that holds
 it: owners' sums add up to the tensor's, the other holders' must be equal to it. Two parts are the same region or share
-nothing, and together the parts are the whole model: that is checked when the ranks are bound.
+nothing, and together the parts are the whole model: that is proved when the ranks are bound (`dcr.coverage`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dcr import digest
-from dcr.errors import DigestMismatch, LayoutError, StateError
+from dcr import coverage, digest
+from dcr.errors import DigestMismatch, StateError
 from dcr.frames import Layout, Region
 from dcr.patch import Change
 from dcr.seams import RankLoader, RankReady
@@ -160,7 +159,8 @@ def _parts(layout: Layout, held: Sequence[Sequence[Region]]) -> _Parts:
         np.array([numbers.setdefault(_canonical(region), len(numbers)) for region in regions], np.int64)
         for regions in held
     )
-    _require_tiled(layout, numbers)
+    owned = [(region.tensor, region.box(0)) for region in numbers]
+    coverage.require_covered(layout.schema, coverage.tally(layout.schema, owned))
     tensor = np.array([region.tensor for region in numbers], np.int64)
     tensors = [set(tensor[own].tolist()) for own in of_rank]
     holders = tuple(
@@ -178,18 +178,3 @@ def _canonical(region: Region) -> Region:
         else:
             dims.append((n, stride))
     return Region(region.tensor, region.there0, tuple(dims))
-
-
-def _require_tiled(layout: Layout, regions: Iterable[Region]) -> None:
-    runs: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
-    for region in regions:
-        runs[region.tensor].append(region.runs())
-    for tensor, spec in enumerate(layout.schema.tensors):
-        if not spec.numel:
-            continue
-        spans = np.concatenate(runs[tensor]) if runs[tensor] else np.zeros((0, 2), np.int64)
-        spans = spans[np.argsort(spans[:, 0])]
-        if (spans[:-1].sum(axis=1) > spans[1:, 0]).any():
-            raise LayoutError(f"{spec.name}: ranks hold regions of it that overlap and are not equal")
-        if (held := int(spans[:, 1].sum())) != spec.numel:
-            raise LayoutError(f"{spec.name}: the ranks hold {held} of its {spec.numel} elements; are some missing?")

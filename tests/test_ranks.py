@@ -84,7 +84,7 @@ def test_a_member_has_at_least_one_rank() -> None:
 
 
 def test_a_rank_that_is_missing_is_noticed_when_they_are_bound() -> None:
-    with pytest.raises(LayoutError, match=r"a_rows: the ranks hold 30 of its 60 elements"):
+    with pytest.raises(LayoutError, match=r"a_rows \(30 of 60 elements\)"):
         Ranks(toys(2, values(1))[:1]).bind(layout())
 
 
@@ -95,7 +95,7 @@ def test_parts_that_overlap_are_refused_by_name() -> None:
         def bind(self, layout: Layout) -> list[Region]:
             return [Region(0, 0, ((31, 1),)), *ranks[0].bind(layout)[1:]]
 
-    with pytest.raises(LayoutError, match=r"a_rows: ranks hold regions of it that overlap"):
+    with pytest.raises(LayoutError, match=r"a_rows \(61 of 60 elements\)"):
         Ranks([Wider(), ranks[1]]).bind(layout())
 
 
