@@ -81,6 +81,7 @@ class Seen:
     """One member's memory as the history sees it.
 
     rubbish: bytes that something else than dcr has changed since dcr last read all of them: it can not know of these.
+    overlooked: those that were rubbish at a write of the version that is being installed, and not read after it.
     """
 
     name: str
@@ -89,12 +90,13 @@ class Seen:
     writes: int = 0
     subscriber: Any = None
     last: tuple[Any, ...] = ()
+    overlooked: NDArray[np.bool_] = field(init=False)
     stands_on: NDArray[np.bool_] = field(init=False)  # rubbish that was read as old bits of what is being installed
     was: int | None = None
 
     def __post_init__(self) -> None:
         self.rubbish = np.zeros(len(self.memory.read()), bool)
-        self.stands_on = self.rubbish.copy()
+        self.stands_on, self.overlooked = self.rubbish.copy(), self.rubbish.copy()
 
 
 class History:
@@ -245,6 +247,11 @@ class History:
         if seen.subscriber is not None and seen.subscriber.may_serve:
             self.fail(f"{seen.name} may serve while {identity} is being written")
         return None
+
+    def seeded(self, seen: Seen) -> None:
+        """A seed was installed: all of memory had to be read after its last write."""
+        seen.rubbish &= ~seen.overlooked
+        self.check_memory(seen)
 
     def _require_committed(self, identity: Identity, what: str) -> None:
         committed = self.committed.get(identity.version)

@@ -7,6 +7,7 @@ failed send loses an Open, a Chunk or a Seal.
     at         what
     send       fail (not handed over, error)   vanish (handed over, error)   twice   stall   lose   late
     receive    lose   twice   flip   cut (error, the message is lost)   stall   hold (the next one overtakes it)
+               echo (again, some messages later)
     store      fail   flip   stall
     read       fail   stall
     swap       fail   vanish (swapped, error)   retried (swapped, answered False)   late (error, swapped later)   stall
@@ -35,21 +36,22 @@ from dcr.wire import Head, Identity, Join, MemberRef, Message
 At = Literal["send", "receive", "store", "read", "swap"]
 WHATS: dict[str, tuple[str, ...]] = {
     "send": ("fail", "vanish", "twice", "stall", "lose", "late"),
-    "receive": ("lose", "twice", "flip", "cut", "stall", "hold"),
+    "receive": ("lose", "twice", "flip", "cut", "stall", "hold", "echo"),
     "store": ("fail", "flip", "stall"),
     "read": ("fail", "stall"),
     "swap": ("fail", "vanish", "retried", "late", "stall"),
 }
 KINDS = ("Open", "Chunk", "Seal", "Abort", "Commit", "Join", "Leave", "Ack", "Nack")
 DURABLE = {"Open", "Chunk", "Seal"}  # a send of these that returned must have been kept
-NOISE = {"twice", "flip", "stall", "hold", "lose", "late"}  # no reason for an end to give up
+NOISE = {"twice", "flip", "stall", "hold", "lose", "late", "echo"}  # no reason for an end to give up
 
 
 @dataclass(frozen=True)
 class Fault:
     """One fault: whose it is, at which operation, for which kind of message ("": any), after so many that it spares.
 
-    amount: the bit that is flipped, or for how many ticks something is late.
+    amount: the bit that is flipped, for how many ticks something is late, or after how many messages it comes again.
+    name: of the one actor that it is for ("": whoever comes first).
     """
 
     who: Literal["publisher", "member"]
@@ -58,6 +60,7 @@ class Fault:
     kind: str = ""
     spared: int = 0
     amount: int = 0
+    name: str = ""
 
 
 class Storm:
@@ -81,7 +84,11 @@ class Storm:
         """The fault for this operation, if one is due."""
         for entry in self._armed:
             fault, spared = entry
-            if (fault.who, fault.at) == (actor.role, at) and fault.kind in ("", kind):
+            if (
+                (fault.who, fault.at) == (actor.role, at)
+                and fault.kind in ("", kind)
+                and fault.name in ("", actor.name)
+            ):
                 if spared[0]:
                     spared[0] -= 1
                     continue
@@ -169,6 +176,7 @@ class _Link:
     def __init__(self, link: Any, storm: Storm, actor: Actor) -> None:
         self._link, self._storm, self._actor = link, storm, actor
         self._waiting: deque[Message] = deque()
+        self._echoes: list[tuple[int, Message]] = []  # how many messages come first
 
     async def send(self, message: Message) -> None:
         """See `dcr.seams.Link.send`."""
@@ -183,7 +191,7 @@ class _Link:
                 return
             case "late" if kind not in DURABLE:
                 assert fault
-                return self._storm.later(fault.amount, lambda: self._hand_over(message))
+                return self._storm.later(fault.amount, lambda: self._arrive(message))
             case "stall":
                 assert fault
                 await anyio.sleep(fault.amount * TICK_S)
@@ -195,6 +203,9 @@ class _Link:
 
     async def _hand_over(self, message: Message) -> None:
         self._actor.require_alive()
+        await self._arrive(message)
+
+    async def _arrive(self, message: Message) -> None:
         self._storm.history.sent(message)
         await self._link.send(message)
 
@@ -203,6 +214,7 @@ class _Link:
         await pause(self._storm.delays)
         while True:
             if self._waiting:
+                self._echo()
                 return self._waiting.popleft()
             message = await self._link.receive()
             self._actor.require_alive()
@@ -227,9 +239,18 @@ class _Link:
             case "stall":
                 assert fault
                 await anyio.sleep(fault.amount * TICK_S)
+            case "echo":
+                assert fault
+                self._echoes.append((1 + fault.amount % 8, message))
             case "hold":
                 with anyio.move_on_after(0.05):
                     self._waiting.appendleft(await self._link.receive())
+
+    def _echo(self) -> None:
+        """A message is about to be given out: what comes again comes nearer."""
+        self._echoes = [(left - 1, message) for left, message in self._echoes]
+        self._waiting += [message for left, message in self._echoes if left < 0]
+        self._echoes = [(left, message) for left, message in self._echoes if left >= 0]
 
     def _flipped(self, message: Message, bit: int) -> Message:
         try:

@@ -76,13 +76,15 @@ def random_octets(rng: np.random.Generator) -> Octets:
 class Publish:
     """The trainer changes its weights and publishes them.
 
-    edit: "some" bytes, by seed and amount; "return" to all bits of an earlier version; "part" of them; all or none.
+    edit: "some" bytes, by seed and amount; "return" to all bits of an earlier version; "part" of them; all, none, or
+    those `at` certain places.
     """
 
-    edit: Literal["some", "return", "part", "none", "all"] = "some"
+    edit: Literal["some", "return", "part", "none", "all", "at"] = "some"
     seed: int = 0
     amount: int = 3
     zombie: bool = False
+    at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,20 @@ class Break:
 
 @dataclass(frozen=True)
 class Corrupt:
-    """Something else writes to an engine's memory."""
+    """Something else writes to an engine's memory: anywhere, or at certain places."""
 
     engine: int = 0
     seed: int = 0
     amount: int = 1
+    at: tuple[int, ...] = ()
+    mask: int = 0x55
+
+
+@dataclass(frozen=True)
+class Rebind:
+    """A weight of an engine gets another storage."""
+
+    engine: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,7 +148,7 @@ class Arm:
     fault: Fault
 
 
-Step = Publish | Wait | Kill | Start | Break | Corrupt | Restart | Arm
+Step = Publish | Wait | Kill | Start | Break | Corrupt | Rebind | Restart | Arm
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,7 @@ class Plan:
 
     seed: of first weights, and of all delays (0: none). engines: how many there are; late ones start by a step, or at
     the end. loaded: engines begin with the trainer's weights. busy: ticks that an engine takes before it installs.
+    alike: all engines bear one name, as if one had been started again before it ended.
     """
 
     steps: tuple[Step, ...]
@@ -158,6 +170,7 @@ class Plan:
     operation: Operation = Operation.STEP
     quorum: int | Literal["all"] = "all"
     anchor_every: int | None = None
+    alike: bool = False
 
 
 # ---------------------------------------------------------------------- engines
@@ -190,6 +203,7 @@ class Watched:
         engine = self._engine
         engine.world.history.writes(engine.seen, engine.installs)
         engine.seen.stands_on |= engine.read[id(ready)][1]
+        engine.seen.overlooked |= engine.seen.rubbish
         self._loader.install(ready)
         if engine.breaks and engine.breaks[0][1] == 0:
             self._break(engine.breaks.pop(0)[0])
@@ -211,7 +225,7 @@ class Watched:
         self._loader.undo(ready)
 
     def digest(self) -> Lanes:
-        self._engine.seen.rubbish[:] = False
+        self._engine.seen.rubbish[:] = self._engine.seen.overlooked[:] = False
         return self._loader.digest()
 
 
@@ -248,10 +262,16 @@ class Engine:
     def corrupt(self, step: Corrupt) -> None:
         """Change bytes of live memory behind everybody's back."""
         octets = self.seen.memory.read()
-        at = np.random.default_rng(step.seed).integers(0, len(octets), step.amount)
-        octets[at] ^= 0x55
+        at = list(step.at) or np.random.default_rng(step.seed).integers(0, len(octets), step.amount)
+        octets[at] ^= np.uint8(step.mask)
         self.seen.memory.write(octets)
         self.seen.rubbish[at] = True
+
+    def rebind(self) -> None:
+        """Give a weight another storage, which dcr may refuse to go on with."""
+        self.module._parameters["z"] = torch.nn.Parameter(self.module.z.detach().clone(), requires_grad=False)
+        self.seen.memory = Memory(self.module)
+        self._actor.excused = True
 
     def _unwatch(self) -> None:
         self.seen.subscriber = self.seen.was = self.installs = None
@@ -292,11 +312,14 @@ class Engine:
                 await self._install(version)
 
     async def _install(self, version: dcr.Version) -> None:
+        self.seen.overlooked[:] = False
         self.installs = version.identity  # also if it is killed while a thread still writes
         while True:
             self.seen.stands_on[:] = False
             try:
                 await version.install()
+                if version.kind == "seed":
+                    self.world.history.seeded(self.seen)
             except ReadBackError:
                 await anyio.sleep(10 * TICK_S)
                 continue
@@ -438,6 +461,7 @@ class World:
         try:
             simulation.run(self._main, seed=self.plan.seed, each_round=self._each_round)
         except Exception as error:
+            self.history.now_s = lambda: float("nan")  # the clock has stopped
             self.history.fail(f"{type(error).__name__}: {error}")
             self.history.require(error)
         self.history.require()
@@ -485,6 +509,8 @@ class World:
                 new[: len(new) // 2] = earlier[: len(new) // 2]
             case "all":
                 new ^= 0x33
+            case "at":
+                new[list(step.at)] ^= 0x0F
         return new
 
     async def _play(self) -> None:
@@ -492,7 +518,7 @@ class World:
         self._begin(self.states[0])
         for number in range(plan.engines + plan.late):
             octets = self.states[0] if plan.loaded else random_octets(self.rng)
-            self.engines.append(Engine(self, f"engine {number}", octets))
+            self.engines.append(Engine(self, f"engine {0 if plan.alike else number}", octets))
         for engine in self.engines[: plan.engines]:
             engine.start()
         for step in plan.steps:
@@ -522,6 +548,8 @@ class World:
                 self._engine(number).breaks.append([step, frame])
             case Corrupt(number):
                 self._engine(number).corrupt(step)
+            case Rebind(number):
+                self._engine(number).rebind()
             case Kill(number):
                 self._engine(number).kill(step)
 
