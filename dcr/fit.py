@@ -9,6 +9,7 @@ last element and the next row's first often happen to follow each other, which w
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -20,6 +21,7 @@ from dcr.errors import LayoutError
 
 Index = NDArray[np.int64]
 HOLE = -1
+BLOCK_ELEMS = 1 << 20  # temporary memory of the pass over all elements
 
 # The items of one source and shape (extent, step in the source, canonical step; outermost first): int64 [R, 2], the
 # canonical and the source element at which each begins.
@@ -37,7 +39,13 @@ def fit(index: Index, shape: Sequence[int], *, starts: Sequence[int] = (0,), mos
     Raises:
         LayoutError: the map needs more than `most` boxes.
     """
-    level = _elements(index, shape, np.asarray(starts, np.int64), most)
+    if len(index) and index[0] >= 0 and index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all():
+        source = bisect_right(starts, index[0]) - 1
+        if source == bisect_right(starts, index[-1]) - 1:
+            return [(source, Box(int(index[0]) - starts[source], 0, (Dim(len(index), 1, 1),)).simplified())]
+    firsts = np.asarray(starts, np.int64)
+    row_elems = next((n for n in reversed(shape) if n > 1), 1)
+    level = _rows(index, row_elems, firsts) or _elements(index, row_elems, firsts, most)
     while True:
         joined = _joined(level)
         if joined.keys() == level.keys():
@@ -54,13 +62,37 @@ def fit(index: Index, shape: Sequence[int], *, starts: Sequence[int] = (0,), mos
     return sorted(found, key=lambda pair: pair[1].there0)
 
 
-def _elements(index: Index, shape: Sequence[int], starts: Index, most: int) -> _Level:
+def _rows(index: Index, row_elems: int, starts: Index) -> _Level | None:
+    """Whole canonical rows in one common step, holes aside; None if the map is not made of such rows."""
+    rows = index.reshape(-1, row_elems)
+    there = np.flatnonzero(rows[:, 0] != HOLE)
+    if not len(there) or row_elems == 1:
+        return None
+    step = int(rows[there[0], 1] - rows[there[0], 0])
+    first, last = rows[there, 0], rows[there, -1]
+    source = np.searchsorted(starts, first, side="right")
+    if (last - first != step * (row_elems - 1)).any() or (source != np.searchsorted(starts, last, side="right")).any():
+        return None
+    steps = step * np.arange(row_elems)
+    block = max(1, BLOCK_ELEMS // row_elems)
+    for start in range(0, len(rows), block):
+        some = rows[start : start + block]
+        expected = np.where(some[:, :1] == HOLE, HOLE, some[:, :1] + steps)
+        if not np.array_equal(some, expected):
+            return None
+    dims = (Dim(row_elems, step, 1),)
+    return {
+        (int(one) - 1, dims): np.stack([there[source == one] * row_elems, first[source == one]], axis=1)
+        for one in np.unique(source)
+    }
+
+
+def _elements(index: Index, row_elems: int, starts: Index, most: int) -> _Level:
     """Runs of elements in equal steps, within a canonical row and one source."""
     there = np.flatnonzero(index != HOLE)
     here = index[there]
     if not len(there):
         return {}
-    row_elems = next((n for n in reversed(shape) if n > 1), 1)
     source = np.searchsorted(starts, here, side="right") - 1
     apart = (np.diff(there // row_elems) != 0) | (np.diff(source) != 0)
     changes = np.count_nonzero(np.diff(here, 2))
