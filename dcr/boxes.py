@@ -92,6 +92,11 @@ def whole(shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> Box:
     return Box(offset, 0, tuple(reversed(dims))).simplified()
 
 
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor, in elements."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
 def is_injective(sizes_strides: Sequence[tuple[int, int]]) -> bool:
     """True if no two index tuples can meet: each stride exceeds the span of all smaller ones.
 

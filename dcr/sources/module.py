@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 
 import torch
 
-from dcr import reference
 from dcr.errors import SchemaError, StorageRebound
 from dcr.frames import Shard
 from dcr.schema import Schema, TensorSpec
 from dcr.seams import Residual
-from dcr.sources.tensors import Tied, storages_of, tensors_of
+from dcr.sources.casts import Dtypes, canonical_dtype, kind, require_matches
+from dcr.sources.tensors import storages_of, tensors_of
 from dcr.views import Bits
-
-CASTS = {("float32", "bfloat16"): reference.F32_BF16, ("float32", "float16"): reference.F32_F16}
 
 
 class ModuleSource:
@@ -29,15 +26,15 @@ class ModuleSource:
         SchemaError: a tensor cannot be published, or cannot be cast as asked; names it.
     """
 
-    def __init__(self, module: torch.nn.Module, *, dtype: str | Mapping[str, str] | None = None) -> None:
+    def __init__(self, module: torch.nn.Module, *, dtype: Dtypes = None) -> None:
         self._module = module
         self._tensors = tensors_of(module)
         if not self._tensors:
             raise SchemaError(f"{type(module).__name__} has neither parameters nor persistent buffers")
         self._homes = [tied.home for tied in self._tensors]
         self._storages, index = storages_of(self._tensors)
-        _require_matches(dtype, self._tensors)
-        wanted = [_canonical_dtype(tied, dtype) for tied in self._tensors]
+        require_matches(dtype, [tied.name for tied in self._tensors])
+        wanted = [canonical_dtype(tied.name, tied.dtype, tied.is_parameter, dtype) for tied in self._tensors]
         self.schema = Schema(
             tuple(
                 TensorSpec(tied.name, want, tuple(tied.tensor.shape), tied.names[1:])
@@ -45,7 +42,7 @@ class ModuleSource:
             )
         )
         self.shards: Sequence[Shard] = [
-            Shard(number, storage, tied.box(), _kind(tied, want))
+            Shard(number, storage, tied.box(), kind(tied.name, tied.dtype, want))
             for number, (tied, storage, want) in enumerate(zip(self._tensors, index, wanted, strict=True))
         ]
         self.residual: Sequence[Residual] = ()
@@ -62,31 +59,3 @@ class ModuleSource:
         if homes:
             raise StorageRebound(f"{next(iter(homes))} was added since the source was made; make a new one")
         return self._storages
-
-
-def _require_matches(dtype: str | Mapping[str, str] | None, tensors: Sequence[Tied]) -> None:
-    """A pattern that fits no name is a mistake: what it meant stays as it is."""
-    for pattern in () if dtype is None or isinstance(dtype, str) else dtype:
-        if not any(fnmatchcase(tied.name, pattern) for tied in tensors):
-            raise SchemaError(
-                f"the pattern {pattern!r} fits no tensor; names here are {tensors[0].name!r} and the like"
-            )
-
-
-def _canonical_dtype(tied: Tied, dtype: str | Mapping[str, str] | None) -> str:
-    if isinstance(dtype, str):
-        return dtype if tied.is_parameter and tied.dtype == "float32" else tied.dtype
-    for pattern, wanted in (dtype or {}).items():
-        if fnmatchcase(tied.name, pattern):
-            return wanted
-    return tied.dtype
-
-
-def _kind(tied: Tied, wanted: str) -> int:
-    if wanted == tied.dtype:
-        return reference.NONE
-    try:
-        return CASTS[tied.dtype, wanted]
-    except KeyError:
-        known = ", ".join(f"{have} to {want}" for have, want in CASTS)
-        raise SchemaError(f"{tied.name}: no cast from {tied.dtype} to {wanted}; known: {known}") from None

@@ -67,8 +67,8 @@ def tensors_of(module: torch.nn.Module) -> list[Tied]:
         SchemaError: a tensor is not dense host memory of a known dtype; names it.
     """
     groups: dict[object, tuple[list[str], torch.Tensor, bool]] = {}
-    for name, tensor, is_parameter in _named(module):
-        _require_plain(name, tensor)
+    for name, tensor, is_parameter in named(module):
+        require_plain(name, tensor)
         one = Tied((name,), tensor, is_parameter)
         key: object = one.home if tensor.numel() else name
         names, _, _ = groups.setdefault(key, ([], tensor.detach(), is_parameter))
@@ -119,7 +119,8 @@ def require_separate(tensors: Sequence[Tied]) -> None:
     _require_disjoint(cluster)
 
 
-def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Every parameter and persistent buffer under each of its names; True for a parameter."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = prefix + "." if prefix else ""
         for name, parameter in child._parameters.items():
@@ -130,7 +131,12 @@ def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
                 yield dot + name, buffer, False
 
 
-def _require_plain(name: str, tensor: torch.Tensor) -> None:
+def require_plain(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor is dense host memory of a known dtype.
+
+    Raises:
+        SchemaError: it is not; says what it is.
+    """
     dtype = str(tensor.dtype).removeprefix("torch.")
     if torch.nn.parameter.is_lazy(tensor):
         raise SchemaError(f"{name} is not initialised yet; run the module once first")

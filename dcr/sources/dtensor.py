@@ -1,0 +1,199 @@
+"""Modules whose parameters are DTensors (FSDP2, tensor parallel, both): each rank publishes what it holds.
+
+Which global rows, columns, ... a rank holds is asked of torch, one dimension at a time: an index vector is distributed
+as that dimension of the parameter is. The certificate then gathers random bits through the parameter's own
+`full_tensor`, once per distinct layout, and every byte must be where the map says.
+
+    N  elements of a parameter      d  its dimensions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from dcr import reference
+from dcr.boxes import Box, Dim, row_major, whole
+from dcr.errors import SchemaError
+from dcr.fit import fit
+from dcr.overlap import compose
+from dcr.schema import TensorSpec
+from dcr.seams import Residual
+from dcr.sources.bits import bits_of, dtype_of, random_bits, tensor_of, wrong_bytes
+from dcr.sources.casts import Dtypes, canonical_dtype, kind, require_matches
+from dcr.sources.mapped import MappedSource, Piece, demoted, united
+from dcr.sources.peers import Peers
+from dcr.sources.residual import Group
+from dcr.sources.tensors import Tied, named, require_plain
+from dcr.views import Bits
+
+SEEDS = (1, 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Owner:
+    """A tensor of the module under all its names, and this rank's part of it."""
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    is_parameter: bool
+
+    @property
+    def local(self) -> Tied:
+        tensor = self.tensor.detach()
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        require_plain(self.names[0], part)
+        return Tied(self.names, part, self.is_parameter)
+
+
+def source(module: torch.nn.Module, *, dtype: Dtypes = None, group: dist.ProcessGroup | None = None) -> MappedSource:
+    """A module of DTensors and of plain tensors, which every rank holds alike. Collective over the group's ranks.
+
+    dtype: as for `dcr.sources.module.ModuleSource`: fp32 masters of a bf16 checkpoint are rounded before they are
+    compared. group: all ranks of the trainer; None means the default group. Parameters must be in their sharded state,
+    as they are after an optimizer step.
+
+    Raises:
+        SchemaError: a tensor cannot be published, or ranks differ in what they have.
+        LayoutError: over all ranks an element is held by nobody.
+    """
+    peers = Peers(group)
+    parts = _parts(module, dtype)
+    schema = united([part.spec for part in parts], peers)
+    number = {spec.name: index for index, spec in enumerate(schema.tensors)}
+    failed = demoted(_certify(parts), peers)
+    by_name = {part.spec.name: (index, part) for index, part in enumerate(parts)}
+    return MappedSource(
+        schema,
+        [
+            Piece(number[name], local, stored, part.kind)
+            for name, (local, part) in by_name.items()
+            if name not in failed
+            for box in part.boxes
+            for stored in compose(part.owner.local.box(), box)
+        ],
+        lambda: [owner.local for owner in _owners(module)],
+        residual=[
+            _gathered(number[name], by_name[name][1] if name in by_name else None, failed[name], peers)
+            for name in sorted(failed)
+        ],
+        peers=peers,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A canonical tensor; boxes take the row-major elements of this rank's part to it."""
+
+    spec: TensorSpec
+    owner: _Owner
+    kind: int
+    boxes: Sequence[Box]
+
+
+def _parts(module: torch.nn.Module, dtype: Dtypes) -> list[_Part]:
+    owners = _owners(module)
+    require_matches(dtype, [owner.names[0] for owner in owners])
+    parts = []
+    for owner in owners:
+        local = owner.local
+        want = canonical_dtype(local.name, local.dtype, owner.is_parameter, dtype)
+        spec = TensorSpec(local.name, want, tuple(owner.tensor.shape), owner.names[1:])
+        parts.append(_Part(spec, owner, kind(local.name, local.dtype, want), _boxes(owner.tensor)))
+    return parts
+
+
+def _owners(module: torch.nn.Module) -> list[_Owner]:
+    """All tensors in the order of their owners' names; one and the same object under several names is tied."""
+    groups: dict[int, tuple[list[str], torch.Tensor, bool]] = {}
+    for name, tensor, is_parameter in named(module):
+        groups.setdefault(id(tensor), ([], tensor, is_parameter))[0].append(name)
+    if not groups:
+        raise SchemaError(f"{type(module).__name__} has neither parameters nor persistent buffers")
+    return [_Owner(tuple(names), tensor, is_parameter) for names, tensor, is_parameter in groups.values()]
+
+
+def _boxes(tensor: torch.Tensor) -> list[Box]:
+    """From the row-major elements of this rank's part to those of the whole."""
+    if not isinstance(tensor, DTensor):
+        return [whole(tensor.shape, row_major(tensor.shape))]
+    lines = [[box for _, box in fit(_line(tensor, d), (-1,))] if n else [] for d, n in enumerate(tensor.shape)]
+    held, strides = row_major(tensor.to_local().shape), row_major(tensor.shape)
+    return [
+        Box(
+            sum(box.there0 * stride for box, stride in zip(boxes, held, strict=True)),
+            sum(box.here0 * stride for box, stride in zip(boxes, strides, strict=True)),
+            tuple(
+                Dim(dim.n, dim.there * here, dim.here * there)
+                for box, here, there in zip(boxes, held, strides, strict=True)
+                for dim in box.dims
+            ),
+        ).simplified()
+        for boxes in product(*lines)
+    ]
+
+
+def _line(tensor: DTensor, d: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The global indices along dimension d that this rank holds, in its order."""
+    placements = [_along(placement, d) for placement in tensor.placements]
+    indices = torch.arange(tensor.shape[d], device=tensor.device)
+    return distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None).to_local().cpu().numpy()
+
+
+def _along(placement: Placement, d: int) -> Placement:
+    """A placement as it acts on one dimension alone."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(0, split_factor=placement.split_factor) if placement.dim == d else Replicate()
+    if isinstance(placement, Shard) and placement.dim == d:
+        return Shard(0)
+    return Replicate()
+
+
+def _certify(parts: Sequence[_Part]) -> dict[str, str]:
+    """The tensors of which a byte is not where the map says, and why they may not be used. Collective in their mesh."""
+    seen: dict[object, int] = {}
+    failed = {}
+    for part in parts:
+        tensor = part.owner.tensor
+        if isinstance(tensor, DTensor):
+            key = (tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.dtype)
+            if key not in seen:
+                seen[key] = sum(_wrong(tensor, part.boxes, seed) for seed in SEEDS)
+            if seen[key]:
+                failed[part.spec.name] = f"{seen[key]} bytes of two gathers are not where {tensor.placements} puts them"
+    return failed
+
+
+def _wrong(tensor: DTensor, boxes: Sequence[Box], seed: int) -> int:
+    """Bytes of this rank's part that a gather of random bits puts elsewhere; every rank has bits of its own."""
+    part = tensor.to_local()
+    bits = random_bits(part.numel(), dtype_of(part), (seed, dist.get_rank()))
+    stand_in = tensor_of(bits, dtype_of(part), part.shape).to(part.device)
+    gathered = DTensor.from_local(
+        stand_in, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    ).full_tensor()
+    return wrong_bytes(bits, bits_of(gathered), boxes)
+
+
+def _gathered(number: int, part: _Part | None, reason: str, peers: Peers) -> Residual:
+    """A parameter that only its own gather makes canonical. Collective."""
+    owner = min(rank for rank, has in enumerate(peers.gather(bytes([part is not None]))) if any(has))
+
+    def inputs() -> Sequence[Bits]:
+        return [bits_of(part.owner.local.tensor)] if part else []
+
+    def export() -> Sequence[Bits] | None:
+        if part is None:
+            return None
+        bits = bits_of(cast(DTensor, part.owner.tensor.detach()).full_tensor())
+        return [reference.cast(bits, part.kind) if part.kind else bits] if peers.rank == owner else None
+
+    return Group((number,), reason, peers.rank == owner, inputs, export)

@@ -1,0 +1,173 @@
+"""The source that every map ends in: local tensors, boxes to canonical tensors, and who of several holders owns what.
+
+P  pieces of one rank      R  ranks that hold the same region
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from dcr import coverage, reference
+from dcr.boxes import Box, Dim
+from dcr.errors import SchemaError, StorageRebound
+from dcr.frames import Shard
+from dcr.schema import Schema, TensorSpec
+from dcr.seams import Residual
+from dcr.sources.peers import Peers
+from dcr.sources.tensors import Tied, storages_of
+from dcr.views import Bits
+
+KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A region that this rank holds: the local tensor, the box from its storage to the canonical tensor, the cast."""
+
+    tensor: int
+    local: int
+    box: Box
+    kind: int = reference.NONE
+
+
+class MappedSource:
+    """A `dcr.seams.Source` over the local tensors of one rank. Making one is collective.
+
+    schema: the whole model's, alike on all ranks (see `united`). pieces: all regions that this rank holds, whoever else
+    holds them too. tensors: gives the local tensors as they lie now, in an order that stays. residual: the groups
+    without a map, alike on all ranks.
+
+    Raises:
+        SchemaError: ranks differ in their residual groups.
+        LayoutError: over all ranks a canonical element is held by nobody, or in regions that overlap in part.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        pieces: Sequence[Piece],
+        tensors: Callable[[], Sequence[Tied]],
+        *,
+        residual: Sequence[Residual] = (),
+        peers: Peers | None = None,
+    ) -> None:
+        peers = peers or Peers()
+        self._tensors = tensors
+        now = tensors()
+        self._homes = _homes(now)
+        self._storages, index = storages_of(now)
+        self.schema = schema
+        self.residual = tuple(residual)
+        _require_agreed(residual, peers)
+        owned = list(shared(pieces, schema, peers))
+        whole = [tensor for group in residual if group.owned for tensor in group.tensors]
+        mine = coverage.tally(schema, [(piece.tensor, piece.box) for piece in owned], whole)
+        coverage.require_covered(schema, peers.sum(mine))
+        self.shards: Sequence[Shard] = [
+            Shard(piece.tensor, index[piece.local], piece.box, piece.kind) for piece in owned
+        ]
+
+    def storages(self) -> Sequence[Bits]:
+        """See `dcr.seams.Source.storages`."""
+        found = _homes(self._tensors())
+        if found != self._homes:
+            gone = next((name for name in self._homes if found.get(name) != self._homes[name]), None)
+            name = gone or next(name for name in found if name not in self._homes)
+            raise StorageRebound(
+                f"{name} was added, replaced, moved or reshaped since the source was made; make a new one"
+            )
+        return self._storages
+
+
+def shared(pieces: Sequence[Piece], schema: Schema, peers: Peers) -> Iterator[Piece]:
+    """What this rank owns of the regions that it holds; each region is owned once, and bytes per rank are even.
+
+    Ranks that hold the same regions cut all of those, laid end to end, into equal spans; rank by rank each owns one.
+    Collective: 16 bytes per piece and rank are exchanged.
+    """
+    mine = {_key(piece): piece for piece in map(_ascending, reversed(pieces)) if piece.box.numel}
+    holders: dict[bytes, list[int]] = defaultdict(list)
+    for rank, data in enumerate(peers.gather(b"".join(mine))):
+        for start in range(0, len(data), KEY_BYTES):
+            holders[data[start : start + KEY_BYTES]].append(rank)
+    groups: dict[tuple[int, ...], list[bytes]] = defaultdict(list)
+    for key in mine:
+        groups[tuple(holders[key])].append(key)
+    for ranks, keys in groups.items():
+        together = [mine[key] for key in sorted(keys, key=lambda key: (mine[key].tensor, mine[key].box.there0, key))]
+        yield from _span(together, schema, ranks.index(peers.rank), len(ranks))
+
+
+def _span(pieces: Sequence[Piece], schema: Schema, index: int, count: int) -> Iterator[Piece]:
+    """The index-th of `count` equal spans of some pieces' bytes."""
+    widths = [schema.tensors[piece.tensor].width for piece in pieces]
+    total = sum(piece.box.numel * width for piece, width in zip(pieces, widths, strict=True))
+    low, high = index * total // count, (index + 1) * total // count
+    first = 0
+    for piece, width in zip(pieces, widths, strict=True):
+        numel = piece.box.numel
+        start, stop = (min(max(-((first - cut) // width), 0), numel) for cut in (low, high))
+        first += numel * width
+        for box in piece.box.run(start, stop - start):
+            yield Piece(piece.tensor, piece.local, box, piece.kind)
+
+
+def _ascending(piece: Piece) -> Piece:
+    """The same region numbered by canonical index, so that all holders of a region number it alike."""
+    here0, there0, dims = piece.box
+    for dim in dims:
+        if dim.there < 0:
+            here0, there0 = here0 + (dim.n - 1) * dim.here, there0 + (dim.n - 1) * dim.there
+    turned = [Dim(n, -here, -there) if there < 0 else Dim(n, here, there) for n, here, there in dims]
+    box = Box(here0, there0, tuple(sorted(turned, key=lambda dim: -dim.there))).simplified()
+    return Piece(piece.tensor, piece.local, box, piece.kind)
+
+
+def _key(piece: Piece) -> bytes:
+    """A name for a region, whatever the storage behind it: tensor, first element, and canonical dimensions merged."""
+    box = Box(0, piece.box.there0, tuple(Dim(n, there, there) for n, _, there in piece.box.dims)).simplified()
+    what = np.array([piece.tensor, box.there0, *(value for n, _, there in box.dims for value in (n, there))], "<i8")
+    return hashlib.blake2b(what.tobytes(), digest_size=KEY_BYTES).digest()
+
+
+def _homes(tensors: Sequence[Tied]) -> dict[str, object]:
+    return {tied.name: tied.home for tied in tensors}
+
+
+def united(specs: Sequence[TensorSpec], peers: Peers) -> Schema:
+    """The schema of the whole model, given each rank's tensors: by rank, each name once. Collective.
+
+    Raises:
+        SchemaError: two ranks say different things of one name.
+    """
+    mine = Schema(tuple(specs))
+    if len(set(peers.gather(mine.digest))) == 1:
+        return mine
+    known: dict[str, TensorSpec] = {}
+    for rank, data in enumerate(peers.gather(msgspec.msgpack.encode(mine.tensors))):
+        for spec in msgspec.msgpack.decode(data, type=tuple[TensorSpec, ...]):
+            if known.setdefault(spec.name, spec) != spec:
+                raise SchemaError(f"rank {rank} has {spec}, another rank has {known[spec.name]}")
+    return Schema(tuple(known.values()))
+
+
+def demoted(reasons: Mapping[str, str], peers: Peers) -> dict[str, str]:
+    """Tensors that have no map on some rank, and the reason that the first such rank gives. Collective."""
+    known: dict[str, str] = {}
+    for data in peers.gather(msgspec.msgpack.encode(dict(reasons))):
+        known = msgspec.msgpack.decode(data, type=dict[str, str]) | known
+    return known
+
+
+def _require_agreed(residual: Sequence[Residual], peers: Peers) -> None:
+    """Groups are converted together, so all ranks must have the same in one order."""
+    groups = peers.gather(msgspec.msgpack.encode([tuple(group.tensors) for group in residual]))
+    for rank, found in enumerate(groups):
+        if found != groups[0]:
+            raise SchemaError(f"rank {rank} has other residual groups than rank 0; list them alike on all ranks")

@@ -1,0 +1,189 @@
+"""What runs on each rank in the tests of sharded sources: models sharded by torch itself, trained for a few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from ranks import assembled
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from dcr.errors import SchemaError, StorageRebound
+from dcr.sources import dtensor
+from dcr.sources.bits import bits_of
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Odd extents on purpose: 10 and 7 rows leave uneven shards on 4 ranks, 5 and 1 leave empty ones."""
+
+    def __init__(self, rows: int, out: int, *, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.up = nn.Linear(6, rows)
+        self.down = nn.Linear(rows, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 7 if tied else out)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        x = self.norm(x + self.down(torch.relu(self.up(x))))
+        out: torch.Tensor = self.head(x) * self.scale
+        return out
+
+
+def fsdp(net: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    _shard(net, mesh)
+
+
+def tp(net: nn.Module) -> None:
+    _parallel(net, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def fsdp_tp(net: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    _parallel(net, mesh["tp"])
+    _shard(net, mesh["dp"])
+
+
+def hsdp(net: nn.Module) -> None:
+    _shard(net, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def masters(net: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    _shard(net, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+def plain(net: nn.Module) -> None:
+    """Data parallel: every rank holds everything."""
+
+
+def _shard(net: nn.Module, mesh: Any, **options: Any) -> None:
+    for part in (net.up, net.down):
+        fully_shard(part, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
+
+
+def _parallel(net: nn.Module, mesh: Any) -> None:
+    parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def train(net: nn.Module, steps: int = STEPS) -> None:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
+    for step in range(steps):
+        torch.manual_seed(step)
+        net(torch.randint(0, 7, (4, 5))).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        net.steps += 1
+
+
+def canonical(tensor: torch.Tensor, dtype: str) -> list[int]:
+    """A parameter's whole, cast by torch, as bits."""
+    full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return bits_of(full.to(getattr(torch, dtype))).tolist()
+
+
+def trained(
+    layout: Callable[[nn.Module], None], rows: int, out: int, dtype: str | None = None, tied: bool = False
+) -> dict[str, Any]:
+    """Shard, make the source, train; what it then publishes is compared with `full_tensor`. Facts about its map."""
+    torch.manual_seed(0)
+    net = Net(rows, out, tied=tied)
+    layout(net)
+    source = dtensor.source(net, dtype=dtype)
+    before = assembled(source)
+    train(net)
+    found = assembled(source)
+    tensors = dict(net.named_parameters(remove_duplicate=False)) | dict(net.named_buffers())
+    differ = [
+        name
+        for spec in source.schema.tensors
+        for name in (spec.name, *spec.aliases)
+        if found[spec.name].tolist() != canonical(tensors.pop(name), spec.dtype)
+    ]
+    still = [name for name, bits in found.items() if np.array_equal(bits, before[name])]
+    owned = sum(shard.box.numel * source.schema.tensors[shard.tensor].width for shard in source.shards)
+    return {
+        "differ": differ,
+        "missing": sorted(tensors),
+        "unchanged": still,
+        "residual": [(group.tensors, group.reason) for group in source.residual],
+        "boxes": max((sum(s.tensor == t for s in source.shards) for t in range(len(source.schema.tensors))), default=0),
+        "owned_bytes": owned,
+        "all_bytes": source.schema.nbytes,
+        "dtypes": sorted({spec.dtype for spec in source.schema.tensors}),
+    }
+
+
+def all_of(cases: list[tuple[str, tuple[Any, ...]]]) -> dict[str, dict[str, Any]]:
+    """Several layouts in one world."""
+    return {name: trained(*case) for name, case in cases}
+
+
+def misplaced() -> dict[str, Any]:
+    """As `trained`, when the map takes strided shards for plain ones: the certificate has to notice."""
+    honest = dtensor._along
+
+    def along(placement: Any, d: int) -> Any:
+        plain = Shard(0) if getattr(placement, "dim", None) == d else Replicate()
+        return plain if hasattr(placement, "split_factor") else honest(placement, d)
+
+    dtensor._along = along
+    try:
+        return trained(fsdp_tp, 8, 5)
+    finally:
+        dtensor._along = honest
+
+
+def rebound() -> list[str]:
+    """What a source says when a shard no longer lies where it lay."""
+    net = Net(10, 5, tied=False)
+    fsdp(net)
+    source = dtensor.source(net)
+    source.storages()
+    net.up.weight = nn.Parameter(net.up.weight.detach().clone())
+    try:
+        source.storages()
+    except StorageRebound as error:
+        return [str(error)]
+    return []
+
+
+def apart() -> str:
+    """What a source says when ranks hold different tensors under one name."""
+    try:
+        dtensor.source(nn.Linear(2 + dist.get_rank(), 3))
+    except SchemaError as error:
+        return str(error)
+    return ""
+
+
+def pipelined() -> dict[str, int]:
+    """Each rank holds tensors that the others do not have: elements that each one owns, by name."""
+    rank = dist.get_rank()
+    net = nn.ModuleDict({f"layers.{rank}".replace(".", "_"): nn.Linear(3, 2), "norm": nn.LayerNorm(4)})
+    source = dtensor.source(net)
+    assembled(source)
+    owned = dict.fromkeys((spec.name for spec in source.schema.tensors), 0)
+    for shard in source.shards:
+        owned[source.schema.tensors[shard.tensor].name] += shard.box.numel
+    return owned
+
+
+def odd_cases() -> dict[str, Any]:
+    return {"misplaced": misplaced(), "rebound": rebound(), "apart": apart(), "pipelined": pipelined()}
