@@ -452,7 +452,7 @@ async def _prune_what_is_newer(store: Any, keep: Any, below: int) -> None:
 
 async def _prune_the_number_too(store: Any, keep: Any, below: int) -> None:
     await store.prune(keep, below)
-    store._attempts.pop(max(store._attempts))
+    store._run.newest = max((one.version for one in store._attempts), default=-1)
 
 
 def _troubled_by_pruning() -> BentTransport:

@@ -62,6 +62,7 @@ class MemoryRun:
 
     def __init__(self) -> None:
         self.attempts: dict[Identity, Attempt] = {}
+        self.newest = -1
         self.joined: dict[MemberRef, bytes] = {}
         self.senders: list[_SenderLink] = []
         self.ledger = _Ledger(self)
@@ -162,12 +163,12 @@ class _Store:
     """Sealed attempts."""
 
     def __init__(self, run: MemoryRun) -> None:
-        self._attempts = run.attempts
+        self._run, self._attempts = run, run.attempts
 
     async def newest(self) -> int:
         """See `dcr.seams.Store.newest`."""
         await anyio.lowlevel.checkpoint()
-        return max((identity.version for identity in self._attempts), default=-1)
+        return self._run.newest
 
     async def attempts(self, version: int) -> list[Identity]:
         """See `dcr.seams.Store.attempts`."""
@@ -224,6 +225,7 @@ class _SenderLink:
                 if identity in self._run.attempts:
                     raise LocalError(f"{identity} was opened before: an identity is used once")
                 self._run.attempts[identity] = Attempt(self, data)
+                self._run.newest = max(self._run.newest, identity.version)
             case Chunk(identity=identity):
                 self._mine(identity).chunks.append(data)
             case Seal(identity=identity):

@@ -195,6 +195,8 @@ class StoreTests(Setting):
     async def test_the_newest_version_is_known_after_pruning(self) -> None:
         async with self._pruned() as store:
             assert await store.newest() == 5
+            await store.prune(frozenset(), below=6)
+            assert await store.newest() == 5
 
     @asynccontextmanager
     async def _stored(self) -> AsyncIterator[tuple[Scene, Link, Store]]:

@@ -72,11 +72,13 @@ def load(path: Path) -> Message:
         raise
 
 
-def inode(path: Path) -> int:
+def stamp(path: Path) -> tuple[int, int]:
+    """Inode and time of change; zeros if it is gone. An inode's number may be used again, so neither says enough."""
     try:
-        return path.stat().st_ino
+        found = path.stat()
     except FileNotFoundError:
-        return 0
+        return 0, 0
+    return found.st_ino, found.st_mtime_ns
 
 
 class Disk:

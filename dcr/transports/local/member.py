@@ -140,6 +140,10 @@ class MemberLink:
         if self._waiting:
             return self._wait_over(folder)
         present = {path.name: path for path in listed(folder)}
+        if "seal" in present and present["seal"] not in self._seen:
+            present |= {
+                path.name: path for path in listed(folder)
+            }  # a list made beside a write may miss some before it
         news = [present[name] for name in sorted(present) if name.endswith(".chunk")]
         news += [present[name] for name in present if name == "seal"]
         self._waiting.extend(path for path in news if path not in self._seen)

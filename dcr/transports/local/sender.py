@@ -13,8 +13,8 @@ import anyio.to_thread
 from dcr import wire
 from dcr.errors import IncompleteError, LocalError
 from dcr.transports.local.desk import Desk
-from dcr.transports.local.files import chunk_name, folder_name, inode, listed, load
-from dcr.wire import Abort, Chunk, Commit, Identity, Join, Leave, MemberRef, Message, Open, Seal
+from dcr.transports.local.files import chunk_name, folder_name, listed, load, stamp
+from dcr.wire import Abort, Chunk, Commit, Identity, Join, Leave, Message, Open, Seal
 
 if TYPE_CHECKING:
     from dcr.transports.local import LocalRun
@@ -30,8 +30,8 @@ class SenderLink:
         self._folder: Path | None = None
         self._chunks = 0
         self._folders: deque[Path] = deque(maxlen=8)  # of the attempts that members may still answer
-        self._seen: set[tuple[Path, int]] = set()
-        self._joined: dict[Path, MemberRef] = {}
+        self._seen: set[tuple[Path, int, int]] = set()
+        self._joined: dict[Path, tuple[int, Message]] = {}
         self._beats: dict[Path, tuple[int, float]] = {}
 
     async def __aenter__(self) -> SenderLink:
@@ -94,7 +94,7 @@ class SenderLink:
     def _receive(self) -> Message | None:
         now = {path for path in listed(self._members) if self._alive(path)}
         votes = [path for folder in list(self._folders) for path in listed(folder / "votes")]
-        keys = {path: (path, inode(path)) for path in (*now, *votes)}  # a Join that is written anew is news
+        keys = {path: (path, *stamp(path)) for path in (*now, *votes)}
         self._seen &= set(keys.values())
         for path, key in sorted(keys.items()):
             if key in self._seen:
@@ -105,10 +105,15 @@ class SenderLink:
             except IncompleteError:
                 continue  # the member left in this very moment
             if isinstance(message.header, Join):
-                self._joined[path] = message.header.member
+                said = key[1], message  # a Join that is written anew is news, a sign of life is not
+                if self._joined.get(path) == said:
+                    continue
+                self._joined[path] = said
             return message
         for path in self._joined.keys() - now:
-            return Message(Leave(self._joined.pop(path)))
+            header = self._joined.pop(path)[1].header
+            assert isinstance(header, Join)
+            return Message(Leave(header.member))
         return None
 
     def _alive(self, path: Path) -> bool:

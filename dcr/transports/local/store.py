@@ -56,8 +56,21 @@ class FileStore:
         return found
 
     def _prune(self, keep: Set[str], below: int) -> None:
-        for folder in attempt_folders(self._attempts):
+        folders = sorted(attempt_folders(self._attempts), key=lambda path: order(path.name))
+        for folder in folders:
             if order(folder.name)[0] < below and folder.name not in keep:
+                if folder == folders[-1]:
+                    _empty(folder)  # its name says which number was the last
+                    continue
                 gone = folder.with_name(folder.name + TEMPORARY)
                 folder.rename(gone)
                 shutil.rmtree(gone)
+
+
+def _empty(folder: Path) -> None:
+    """Remove what is in a folder, its opening first: then the rest is of no attempt any more."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name != "open"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -257,7 +257,9 @@ class _Store:
 
     def _prune(self, keep: Set[Identity], below: int) -> None:
         kept = [_at(of) for of in keep]
+        newest = self._rows.all("select max(version) from messages where kind = 'Open'")[0][0]
         query = "select distinct version, term, attempt from messages where version between 0 and ? - 1"
         for at in self._rows.all(query, below):
             if at not in kept:
-                self._rows.change(f"delete from messages where {THIS}", *at)
+                last = f"{THIS} and not (kind = 'Open' and version = ?)"  # its number must not be used again
+                self._rows.change(f"delete from messages where {last}", *at, newest)
