@@ -6,7 +6,7 @@ drops the overlay. The heal set keeps which elements changed since the oldest ve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from dcr.wire import Identity
 
 class Baseline:
     """Committed bits per frame, their digest, and the overlay of the version in flight. Not thread-safe.
+
+    Frames that another rank owns are never held here; `lanes` sums over those that are.
 
     identity: the version whose bits these are; None before the first commit, when frames are empty.
     lanes: digest uint64 [T, 2] of those bits.
@@ -37,9 +39,10 @@ class Baseline:
         """The committed bits [N] of a frame, borrowed until the next `fold`."""
         return self._frames[frame]
 
-    def adopt(self, frames: list[Bits], identity: Identity, lanes: Lanes) -> None:
-        """Take bits that are known to be those of a committed version."""
-        self._frames, self.identity, self.lanes = list(frames), identity, lanes
+    def adopt(self, frames: Mapping[int, Bits], identity: Identity, lanes: Lanes) -> None:
+        """Take bits of frames, and their digest, that are known to be those of a committed version."""
+        self._frames = [frames.get(frame) for frame in range(len(self._frames))]
+        self.identity, self.lanes = identity, lanes
         self._overlay.clear()
 
     def clear(self) -> None:

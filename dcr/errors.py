@@ -42,7 +42,7 @@ class StorageRebound(LocalError):
 
 
 class RankError(LocalError):
-    """A rank of this member failed, or its process is gone."""
+    """Another rank of this publisher or of this member failed, or its process is gone."""
 
 
 class WireError(RemoteError):
@@ -79,6 +79,10 @@ class NotCommittedError(RemoteError):
 
 class Fenced(RemoteError):
     """Another publisher took a later term: this one may no longer move the head."""
+
+
+class RanksLost(RemoteError):
+    """The ranks of this publisher cannot meet any more: one died, left, or did not come in time."""
 
 
 class Poisoned(DcrError):

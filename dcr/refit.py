@@ -7,17 +7,20 @@ from dataclasses import dataclass
 
 import anyio
 
+from dcr.errors import StateError
 from dcr.observe import Summary
 from dcr.wire import Identity, MemberRef
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one committed version cost.
+    """What one committed version cost, over all ranks of its publisher; times and stages are this rank's.
 
     elements: all of them; changed: those that differ from the base (all, for an anchor). wire_bytes: encoded chunks
-    as sent, those sent again included; dense_bytes: a whole checkpoint. captured_s: from publish until the weights had
-    been read; wall_s: from publish to commit. stages: statistics of the pipeline. members: what each one answered.
+    as sent, those sent again included; dense_bytes: a whole checkpoint. residual_bytes: of tensors without a map that
+    were converted for it; gathered_bytes: what this rank received from the others, which are records, never weights.
+    captured_s: from publish until the weights had been read; wall_s: from publish to commit. stages: statistics of the
+    pipeline. members: what each one answered.
     """
 
     identity: Identity
@@ -27,6 +30,8 @@ class Report:
     chunks: int
     wire_bytes: int
     dense_bytes: int
+    residual_bytes: int
+    gathered_bytes: int
     sent_again: int
     captured_s: float
     wall_s: float
@@ -102,10 +107,12 @@ class Refit:
         """For the publisher."""
         self._captured.set()
 
-    def finish(self, report: Report, awaited: Set[MemberRef]) -> None:
-        """For the publisher: the head names it; these members are still to install it."""
-        self._report, self._awaited = report, set(awaited - self._late.keys())
+    def finish(self, report: Report, awaited: Set[MemberRef] | None) -> None:
+        """For the publisher: the head names it; these members are still to install it, None if that is not known."""
+        self._report, self._awaited = report, set((awaited or set()) - self._late.keys())
         self._ended.set()
+        if awaited is None:
+            self._abandoned = StateError("members answer for installations to the publisher's first rank: ask there")
         if not self._awaited:
             self._installed.set()
 

@@ -184,6 +184,33 @@ class Transport(Protocol):
         ...
 
 
+class Group(Protocol):
+    """The ranks of one publisher. Every rank makes the same calls in the same order, one at a time.
+
+    A call that fails, or is cancelled, ends the group: its members can no longer know what the others know.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    async def gather(self, data: bytes) -> list[bytes]:
+        """What every rank gave, in rank order, on every rank. Sizes may differ.
+
+        Raises: anything, if a rank is lost or does not come in time.
+        """
+        ...
+
+    async def add(self, lanes: Lanes) -> Lanes:
+        """The sum over ranks of uint64 arrays of one shape, wrapping around, on every rank.
+
+        Raises: as `gather`.
+        """
+        ...
+
+
 class Residual(Protocol):
     """Tensors without a map: their export does arithmetic, so it has to run; one group, exported together."""
 

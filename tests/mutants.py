@@ -352,7 +352,7 @@ CASES = (
     ),
     Case(
         "a restarted trainer compares its bits with the head",
-        (rules.a_restarted_trainer_compares_its_bits,),
+        (rules.a_restarted_trainer_compares_its_bits, rules.a_version_opens_on_the_heads_digest),
         (*FIRST, at(Z), LATER, Restart("closed", "earlier"), SOON, at(W), LATER),
         LIVE,
         ONE,
@@ -367,7 +367,7 @@ CASES = (
     ),
     Case(
         "the baseline moves after the head",
-        (rules.the_baseline_moves_after_the_head,),
+        (rules.the_baseline_moves_after_the_head, rules.a_version_opens_on_the_heads_digest),
         (*FIRST, *LOST_SWAPS, at(Z), at(W), Wait(20000)),
         LIVE,
         ONE,

@@ -20,7 +20,9 @@ from dcr import chain, commit, digest, kernels, placement, reference, subscribe,
 from dcr.baseline import Baseline
 from dcr.commit import MAY_SERVE, Member, Receipt, Sender, Votes
 from dcr.errors import Poisoned
+from dcr.flight import Flights
 from dcr.ledger import Headship
+from dcr.part import Part
 from dcr.placement import Placement
 from dcr.publish import Publisher
 from dcr.rank import Prepared, Rank
@@ -69,21 +71,22 @@ def a_commit_names_the_attempt(outcome: Any) -> Any:
 # ---------------------------------------------------------------------- identities
 
 
-@becomes(Publisher, "_resume")
-def numbers_go_on_after_a_restart(resume: Any) -> Any:
-    async def from_the_head(self: Publisher) -> None:
-        await resume(self)
-        head = self._headship.head.identity
+@becomes(Publisher, "_start")
+def numbers_go_on_after_a_restart(start: Any) -> Any:
+    async def from_the_head(self: Publisher, link: Any) -> None:
+        await start(self, link)
+        head = self._leader.headship.head.identity
         self._last_version = head.version if head else -1
 
     return from_the_head
 
 
-@becomes(Publisher, "_abort")
-def numbers_go_on_after_an_abort(abort: Any) -> Any:
-    async def again(self: Publisher, identity: Identity, error: BaseException) -> None:
-        await abort(self, identity, error)
-        self._last_version = identity.version - 1
+@becomes(Publisher, "publish")
+def numbers_go_on_after_an_abort(publish: Any) -> Any:
+    async def again(self: Publisher, version: int | None = None) -> Any:
+        if self._refit is not None and self._refit._error is not None:
+            self._last_version = self._refit.version - 1
+        return await publish(self, version)
 
     return again
 
@@ -210,12 +213,12 @@ contents_match_their_digest = removed(apply, "check_content")
 chunks_are_the_sealed_ones = removed(commit, "_require_sealed")
 
 
-@becomes(Publisher, "_send_again")
-def captured_bits_are_sent_again(send_again: Any) -> Any:
-    async def weights_of_now(self: Publisher, again: Any, compress: Any) -> int:
-        now = Construct(self._baseline, self._plan, self._source.storages())
-        with mock.patch.object(self._baseline, "_overlay", {frame: now.patch(frame) for frame in again}):
-            return await send_again(self, again, compress)
+@becomes(Part, "ship_again")
+def captured_bits_are_sent_again(ship_again: Any) -> Any:
+    async def weights_of_now(self: Part, link: Any, compress: Any, again: Any) -> int:
+        now = Construct(self.baseline, self._direct, self._source.storages())
+        with mock.patch.object(self.baseline, "_overlay", {frame: now.patch(frame) for frame in again}):
+            return await ship_again(self, link, compress, again)
 
     return weights_of_now
 
@@ -328,30 +331,27 @@ def positions_and_bits_are_words_of_their_own(mix: Any) -> Any:
 
 @becomes(Publisher, "_resume")
 def a_restarted_trainer_compares_its_bits(resume: Any) -> Any:
-    async def believed(self: Publisher) -> None:
-        await resume(self)
-        head = self._headship.head.identity
-        if head is not None:
-            self._baseline.adopt(*_scanned(self, head))
+    async def believed(self: Publisher, head: Head) -> None:
+        self._part.adopt(head.identity, await self._part.scan())
 
     return believed
 
 
 @becomes(Publisher, "_resume")
 def a_base_digest_is_the_trainers_own(resume: Any) -> Any:
-    async def of_the_record(self: Publisher) -> None:
-        await resume(self)
-        head, store = self._headship.head.identity, self._run.store
-        if head is not None and store is not None and self._baseline.identity is not None:
-            _, sealed = await store.describe(head)
-            self._baseline.lanes = np.split(digest.unpack(sealed.body), 3)[1]
+    async def of_the_record(self: Publisher, head: Head) -> None:
+        await resume(self, head)
+        store = self._run.store
+        if head.identity is not None and store is not None and self._part.baseline.identity is not None:
+            _, sealed = await store.describe(head.identity)
+            self._part.baseline.lanes = np.split(digest.unpack(sealed.body), 3)[1]
 
     return of_the_record
 
 
-def _scanned(publisher: Publisher, head: Identity) -> tuple[Any, Identity, Any]:
-    bits, lanes = publisher._scan()
-    return bits, head, lanes
+@becomes(Flights, "_common_base")
+def a_version_opens_on_the_heads_digest(common_base: Any) -> Any:
+    return lambda self, begun, lanes: begun[0].base
 
 
 def _moves_early(*, digests: bool) -> Switch:
@@ -372,14 +372,23 @@ def _moves_early(*, digests: bool) -> Switch:
 
 the_baseline_moves_after_the_head = _moves_early(digests=True)
 so_do_its_bits = _moves_early(digests=False)
-a_refusal_sends_the_publisher_to_its_own_memory = removed(Publisher, "_require_own_baseline")
+a_refusal_sends_the_publisher_to_its_own_memory = removed(Part, "require_baseline")
 captured_weights_are_audited = removed(construct, "_audit")
 
 
-@becomes(Publisher, "_anchor")
+@becomes(Publisher, "_work")
+def _anchors_have_tasks(work: Any) -> Any:
+    async def with_a_group(self: Publisher, requests: Any) -> None:
+        self._flights.group = self._group
+        await work(self, requests)
+
+    return with_a_group
+
+
+@becomes(Flights, "_anchor")
 def _anchors_beside_commits(anchor: Any) -> Any:
-    async def beside(self: Publisher, committed: Identity, *, is_anchor: bool) -> None:
-        self._group.start_soon(partial(anchor, self, committed, is_anchor=is_anchor))
+    async def beside(self: Any, committed: Identity, *, is_anchor: bool) -> None:
+        self.group.start_soon(partial(anchor, self, committed, is_anchor=is_anchor))
 
     return beside
 
@@ -394,7 +403,7 @@ def _a_frame_at_a_time(run: Any) -> Any:
     return slowly
 
 
-anchors_are_made_between_commits = together(_anchors_beside_commits, _a_frame_at_a_time)
+anchors_are_made_between_commits = together(_anchors_have_tasks, _anchors_beside_commits, _a_frame_at_a_time)
 
 
 @becomes(chain, "anchor_of")

@@ -67,7 +67,7 @@ def baseline() -> Baseline:
     """At version 1, with all bits zero."""
     made = Baseline(LAYOUT)
     bits = [np.zeros(size, np.uint16) for size in SIZES]
-    made.adopt(bits, version(1), lanes_of(bits))
+    made.adopt(dict(enumerate(bits)), version(1), lanes_of(bits))
     return made
 
 
@@ -202,7 +202,7 @@ def test_forgetting_all_bits_makes_the_next_version_an_anchor(baseline: Baseline
 def test_adopted_bits_drop_what_was_in_flight(baseline: Baseline) -> None:
     change(baseline, 0, {2: 7})
     bits = [np.full(size, 5, np.uint16) for size in SIZES]
-    baseline.adopt(bits, version(9), lanes_of(bits))
+    baseline.adopt(dict(enumerate(bits)), version(9), lanes_of(bits))
     assert (list(baseline.patches()), bits_of(baseline)) == ([], [[5] * 7, [5] * 4])
 
 
@@ -215,7 +215,7 @@ def test_over_many_versions_it_holds_the_committed_bits_and_their_digest(
     steps: list[tuple[dict[int, int], bool]],
 ) -> None:
     made, model = Baseline(LAYOUT), [np.zeros(size, np.uint16) for size in SIZES]
-    made.adopt([dense.copy() for dense in model], version(0), lanes_of(model))
+    made.adopt({frame: dense.copy() for frame, dense in enumerate(model)}, version(0), lanes_of(model))
     for number, (changes, committed) in enumerate(steps, start=1):
         new = [dense.copy() for dense in model]
         for index, offset in ((0, 0), (1, 7)):

@@ -226,7 +226,7 @@ async def test_a_corrupt_baseline_is_found_before_a_member_is_blamed(
         await publish(publisher, 1)
         await rollout.reached(1)
         touch(trainer, 2)
-        publisher._baseline.base(0)[2] ^= 1  # an element that version 2 changes
+        publisher._part.baseline.base(0)[2] ^= 1  # an element that version 2 changes
         with pytest.raises(DigestMismatch, match="the baseline: 1 of 1 tensors differ: w"):
             await publish(publisher, 2)
         report = await publish(publisher, 3)
@@ -662,14 +662,14 @@ async def test_a_head_that_cannot_be_moved_gives_the_version_up_and_the_next_one
     url = f"local://{tmp_path}"
     async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
         await publish(publisher, 1)
-        swap = publisher._headship._ledger.swap
+        swap = publisher._leader.headship._ledger.swap
 
         async def full(head: Any, tag: bytes) -> bool:
             raise OSError(28, "No space left on device")
 
-        publisher._headship._ledger.swap = full
+        publisher._leader.headship._ledger.swap = full
         touch(trainer, 2)
         with pytest.raises(NotCommittedError, match="No space left"):
             await publish(publisher, 2)
-        publisher._headship._ledger.swap = swap
+        publisher._leader.headship._ledger.swap = swap
         assert (await publish(publisher, 3)).version == 3

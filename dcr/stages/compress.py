@@ -76,7 +76,7 @@ class Compress:
         self, identity: Identity, codec: Codec, operation: Operation, budget: ByteBudget, *, workers: int = 1
     ) -> None:
         self.workers = workers
-        self._identity = identity
+        self.identity = identity
         self._codec = codec
         self._operation = operation
         self._budget = budget
@@ -105,7 +105,7 @@ class Compress:
         content, changed = digest.total(patch.new_sums), len(change.values)
         bound = wire.chunk_digest(patch.frame.index, self._codec.name, change.operation, changed, content, body)
         chunk = Chunk(
-            self._identity, patch.frame.index, self._codec.name, int(change.operation), changed, bound, content
+            self.identity, patch.frame.index, self._codec.name, int(change.operation), changed, bound, content
         )
         return chunk, body
 

@@ -8,6 +8,7 @@ One pass over memory per frame: N source elements and N baseline elements are re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import anyio
 import anyio.to_thread
@@ -15,22 +16,34 @@ import numpy as np
 
 from dcr import kernels
 from dcr.baseline import Baseline
-from dcr.errors import DigestMismatch, StateError
+from dcr.errors import DigestMismatch, SchemaError, StateError
 from dcr.frames import Frame, SourceFrame
 from dcr.patch import Patch
 from dcr.pipeline import DROP, Drop, Inbox, Outbox, serve
 from dcr.placement import canonical_table
+from dcr.schema import Schema
+from dcr.seams import Residual
 from dcr.views import STORAGE, Bits, Table
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Conversion:
+    """A residual group to convert: its frames, numbered from `first` on, over the arrays that it converts to."""
+
+    group: Residual
+    plan: Sequence[SourceFrame]
+    first: int
+
+
 class Construct:
-    """Frame numbers in, patches out; frames without a change send nothing.
+    """Frame numbers in, patches out; frames without a change send nothing. Behind them, residual groups one by one.
 
     Patches lie in the baseline's overlay until the commit, so the outbox has room for all of them and capturing the
-    weights never waits for the link.
+    weights never waits for the link. Of what is converted, no more than one group is held at a time.
 
+    plan: the frames whose numbers may come, numbered from `first` on. conversions: groups to convert, in this order.
     audited: a frame whose captured weights are digested as well, so that a compare that missed something is found.
-    captured: called when every frame has been read.
+    captured: called when everything has been read.
     """
 
     name = "construct"
@@ -41,15 +54,19 @@ class Construct:
         plan: Sequence[SourceFrame],
         storages: Sequence[Bits],
         *,
+        first: int = 0,
+        conversions: Sequence[Conversion] = (),
         workers: int = 1,
         audited: int | None = None,
         captured: Callable[[], None] = lambda: None,
     ) -> None:
         self.workers = workers
-        self.depth = max(1, len(plan))
+        self.depth = max(1, len(plan) + sum(len(conversion.plan) for conversion in conversions))
         self._baseline = baseline
         self._plan = plan
         self._storages = storages
+        self._first = first
+        self._conversions = conversions
         self._audited = audited
         self._captured = captured
 
@@ -65,7 +82,17 @@ class Construct:
             return patch
 
         await serve(inbox, outbox, capture, workers=self.workers)
+        for conversion in self._conversions:
+            await self._convert(conversion, outbox)
         self._captured()
+
+    async def _convert(self, conversion: Conversion, outbox: Outbox[Patch]) -> None:
+        storages = await anyio.to_thread.run_sync(convert, conversion.group, self._baseline.layout.schema)
+        for index, source in enumerate(conversion.plan, conversion.first):
+            patch = await anyio.to_thread.run_sync(self._compare, index, source, storages)
+            if patch is not None:
+                self._baseline.hold(patch)
+                await outbox.send(patch)
 
     def patch(self, index: int) -> Patch | None:
         """The patch of one frame, None if nothing changed; runs in a worker thread.
@@ -73,8 +100,11 @@ class Construct:
         Raises:
             DigestMismatch: the audited frame's captured bits are not what the patch says.
         """
-        frame, source = self._baseline.layout.frames[index], self._plan[index]
-        table, base = source_table(source, self._storages), self._baseline.base(index)
+        return self._compare(index, self._plan[index - self._first], self._storages)
+
+    def _compare(self, index: int, source: SourceFrame, storages: Sequence[Bits]) -> Patch | None:
+        frame, base = self._baseline.layout.frames[index], self._baseline.base(index)
+        table = source_table(source, storages)
         if base is None:
             return _anchor(frame, table, source.kind)
         patch = _delta(frame, table, source.kind, base)
@@ -102,6 +132,23 @@ class Whole:
         if bits is None:
             raise StateError("nothing is committed yet: there is nothing to make an anchor of")
         return _whole(frame, bits)
+
+
+def convert(group: Residual, schema: Schema) -> Sequence[Bits]:
+    """What a residual group converts to; nothing where another rank owns it. Blocking.
+
+    Raises:
+        SchemaError: it is not what the schema says.
+    """
+    arrays = group.convert()
+    if not group.owned:
+        return ()
+    specs = [schema.tensors[tensor] for tensor in group.tensors]
+    found = None if arrays is None else [(len(bits), bits.itemsize) for bits in arrays]
+    if arrays is None or found != [(spec.numel, spec.width) for spec in specs]:
+        names = ", ".join(f"{spec.name} ({spec.numel} elements of {spec.width} bytes)" for spec in specs[:3])
+        raise SchemaError(f"the export of {names} and what belongs to it gave {found}")
+    return arrays
 
 
 def source_table(source: SourceFrame, storages: Sequence[Bits]) -> Table:

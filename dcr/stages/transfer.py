@@ -14,7 +14,7 @@ from dcr.commit import Receipt
 from dcr.errors import IncompleteError, PayloadError
 from dcr.frames import Layout
 from dcr.pipeline import Inbox, Outbox
-from dcr.seams import Link
+from dcr.seams import Writer
 from dcr.stages.compress import Parcel
 from dcr.wire import Abort, Chunk, ChunkRef, Message, Open, Seal
 
@@ -25,7 +25,7 @@ class Transfer:
     name = "transfer"
     workers = 1
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Writer) -> None:
         self._link = link
         self.sent_bytes = 0
 

@@ -1,0 +1,268 @@
+"""One version on its way: what all ranks of a publisher do together, from the capture to the commit.
+
+    begin    every rank looks at what its conversions read   sum of the baselines' digests = the head's, or an anchor
+    open     the first rank opens the attempt
+    ship     every rank compares, compresses and sends what it owns
+    seal     the first rank lists all chunks and the summed digests
+    vote     members prepare; the ranks send again what was refused
+    commit   the first rank moves the head; every rank folds its baseline
+
+An error in any of them is every rank's: the version is given up, and what comes next starts from the same base.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+
+from dcr import digest
+from dcr.budget import ByteBudget
+from dcr.errors import Fenced, NotCommittedError, RanksLost, StateError, VoteError
+from dcr.leader import COMMIT_TIMEOUT_S, Call, Leader, Outcome
+from dcr.meeting import Ranks
+from dcr.observe import Event, Observer, Summary
+from dcr.part import Part, Shipped
+from dcr.patch import Operation
+from dcr.refit import Refit, Report
+from dcr.seams import Codec, Writer
+from dcr.stages.compress import Compress
+from dcr.views import Lanes
+from dcr.wire import ChunkRef, Head, Identity
+
+
+class Begun(msgspec.Struct, frozen=True, array_like=True):
+    """Where a rank starts from; stale: which residual groups must be converted."""
+
+    base: Identity | None
+    stale: tuple[bool, ...]
+
+
+class Flights:
+    """Takes versions from the capture to the commit, one at a time.
+
+    leader: on the first rank only. head: as the ranks know it. broken: why there can be no further version.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        part: Part,
+        link: Writer,
+        leader: Leader | None,
+        head: Head,
+        *,
+        codec: Codec,
+        operation: Operation,
+        budget: ByteBudget,
+        workers: int,
+        anchor_every: int | None,
+        observe: Observer,
+    ) -> None:
+        self._ranks = ranks
+        self._part = part
+        self._link = link
+        self._leader = leader
+        self._root = head.root
+        self._compress = partial(Compress, codec=codec, operation=operation, budget=budget, workers=workers)
+        self._anchor_every = anchor_every
+        self._anchors: list[int] = []
+        self._commits = 0
+        self._observe = observe
+        self.broken: Exception | None = None
+
+    async def fly(self, refit: Refit) -> None:
+        """Publish a version; `refit` is told how it ends.
+
+        Raises: why it was given up.
+        """
+        began_s, received_bytes = time.monotonic(), self._ranks.received_bytes
+        try:
+            begun = await self._begin(refit)
+            identity = await self._open(refit, begun.base)
+            compress = self._compress(identity)
+            shipped, captured_s, stages = await self._ship(refit, compress, begun)
+            refs = [ref for one in shipped for ref in one.chunks]
+            await self._seal(identity, begun.base, refs)
+            again_bytes = await self._collect(identity, compress)
+        except BaseException as error:
+            if isinstance(error, (Fenced, RanksLost)):
+                self.broken = error
+            self._part.drop()
+            if self._leader is not None:
+                await self._leader.abort(error)
+            raise
+        outcome = await self._commit(identity)
+        schema = self._part.baseline.layout.schema
+        report = Report(
+            identity=identity,
+            is_anchor=begun.base is None,
+            elements=schema.numel,
+            changed=sum(one.changed for one in shipped),
+            chunks=len(refs),
+            wire_bytes=sum(one.wire_bytes for one in shipped) + again_bytes,
+            dense_bytes=schema.nbytes,
+            residual_bytes=sum(one.residual_bytes for one in shipped),
+            gathered_bytes=self._ranks.received_bytes - received_bytes,
+            sent_again=again_bytes,
+            captured_s=captured_s - began_s,
+            wall_s=time.monotonic() - began_s,
+            stages=stages,
+            members=outcome.answers,
+        )
+        refit.finish(report, self._leader.awaited if self._leader else None)
+        self._emit("committed", refit.version, nbytes=report.wire_bytes)
+        try:
+            await self._anchor(identity, is_anchor=begun.base is None)
+        except Exception as error:  # the version is committed; only late joiners read more
+            self._emit("anchor_failed", refit.version, detail=f"{type(error).__name__}: {error}")
+
+    # ------------------------------------------------------------------ steps
+
+    async def _begin(self, refit: Refit) -> Begun:
+        """What all ranks start from; no base if their digests do not add up to the head's: then all are sent anew."""
+
+        async def look() -> Begun:
+            if self._leader is not None and self._leader.broken is not None:
+                raise StateError(f"this publisher cannot go on: {self._leader.broken}") from self._leader.broken
+            return Begun(self._part.baseline.identity, tuple(await self._part.look()))
+
+        begun = await self._ranks.share(f"begin {refit.version}", look, Begun)
+        lanes = await self._ranks.add(f"baseline {refit.version}", self._part.baseline.lanes)
+        self._lanes, base = lanes, self._common_base(begun, lanes)
+        if base is None:
+            self._part.baseline.clear()
+            self._lanes = np.zeros_like(lanes)
+        stale = tuple(base is None or any(flags) for flags in zip(*(one.stale for one in begun), strict=True))
+        return Begun(base, stale)
+
+    def _common_base(self, begun: Sequence[Begun], lanes: Lanes) -> Identity | None:
+        """The version that all ranks hold, if their digests add up to what the head says of it."""
+        same = all(one.base == begun[0].base for one in begun)
+        return begun[0].base if same and digest.root(lanes) == self._root else None
+
+    async def _open(self, refit: Refit, base: Identity | None) -> Identity:
+        async def lead() -> Identity:
+            assert self._leader is not None
+            return await self._leader.open(refit, base)
+
+        identity = await self._ranks.decide(f"open {refit.version}", lead, Identity)
+        self._emit("opened", refit.version)
+        return identity
+
+    async def _ship(self, refit: Refit, compress: Compress, begun: Begun) -> tuple[list[Shipped], float, Summary]:
+        """All ranks' chunks; what each one sent, and when this one had read its weights, and its statistics."""
+        captured_s = time.monotonic()
+        summaries: list[Summary] = []
+
+        def captured() -> None:
+            nonlocal captured_s
+            captured_s = time.monotonic()
+            refit.mark_captured()
+            self._emit("captured", refit.version)
+
+        async def work() -> Shipped:
+            shipped, summary = await self._part.ship(self._link, compress, begun.stale, captured)
+            summaries.append(summary)
+            return shipped
+
+        shipped = await self._ranks.share(f"ship {refit.version}", work, Shipped)
+        return shipped, captured_s, summaries[0]
+
+    async def _seal(self, identity: Identity, base: Identity | None, refs: Sequence[ChunkRef]) -> None:
+        own = self._part.baseline.lanes
+        target, touched = self._part.baseline.target()
+        summed = await self._ranks.add(f"digests {identity.version}", np.stack([target - own, touched]))
+        self._target = self._lanes + summed[0]
+
+        async def lead() -> None:
+            assert self._leader is not None
+            await self._leader.seal(identity, base, refs, (self._lanes, self._target, summed[1]))
+
+        await self._ranks.decide(f"seal {identity.version}", lead, type(None))
+        self._emit("sealed", identity.version)
+
+    async def _collect(self, identity: Identity, compress: Compress) -> int:
+        """Wait until the vote is carried, sending chunks again that were refused. Returns bytes sent again.
+
+        Raises:
+            VoteError: too many members refused, or did not answer in time; names them.
+            DigestMismatch: they had reason to.
+        """
+
+        async def lead() -> Call:
+            assert self._leader is not None
+            return await self._leader.call()
+
+        version, again_bytes = identity.version, 0
+        while True:
+            call = await self._ranks.decide(f"vote {version}", lead, Call)
+            if call.lost:
+                what = f"{identity}: the baseline"
+                await self._ranks.share(f"look {version}", partial(self._part.require_baseline, what), type(None))
+                raise VoteError(call.lost)
+            if not call.again:
+                return again_bytes
+            again = partial(self._part.ship_again, self._link, compress, call.again)
+            again_bytes += sum(await self._ranks.share(f"again {version}", again, int))
+
+    async def _commit(self, identity: Identity) -> Outcome:
+        """Move the head, then the baselines; neither is interrupted."""
+
+        async def lead() -> Outcome:
+            assert self._leader is not None
+            return await self._leader.commit()
+
+        with anyio.fail_after(2 * COMMIT_TIMEOUT_S, shield=True):
+            try:
+                outcome = await self._ranks.decide(f"commit {identity.version}", lead, Outcome)
+            except Exception as error:
+                if not isinstance(error, NotCommittedError):
+                    self.broken = error
+                if self._leader is None or self._leader.outcome is None:
+                    self._part.drop()
+                    raise
+                outcome = self._leader.outcome  # the head has moved, though not all ranks have heard of it
+            self._root = digest.root(self._target)
+            await self._part.fold(identity, outcome.oldest)
+            if self._leader is not None:
+                await self._leader.announce(identity)
+        return outcome
+
+    async def _anchor(self, committed: Identity, *, is_anchor: bool) -> None:
+        """Where it is due, store the committed bits whole beside their delta, and remove what nobody needs any more."""
+        self._commits += 1
+        if not is_anchor and self._anchor_every and self._commits % self._anchor_every == 0:
+            await self._store_anchor(msgspec.structs.replace(committed, attempt=committed.attempt + 1))
+            is_anchor = True
+        if is_anchor:
+            self._anchors.append(committed.version)
+            if self._anchor_every and self._leader is not None and len(self._anchors) > 1:
+                await self._leader.prune(self._anchors[-2])
+
+    async def _store_anchor(self, identity: Identity) -> None:
+        version = identity.version
+
+        async def opened() -> None:
+            assert self._leader is not None
+            await self._leader.open_anchor(identity)
+
+        async def sealed() -> None:
+            assert self._leader is not None
+            nothing = np.zeros_like(self._target)
+            await self._leader.seal_anchor(identity, refs, (nothing, self._target, nothing))
+
+        await self._ranks.decide(f"open anchor {version}", opened, type(None))
+        ship = partial(self._part.ship_whole, self._link, self._compress(identity))
+        shipped = await self._ranks.share(f"ship anchor {version}", ship, Shipped)
+        refs = [ref for one in shipped for ref in one.chunks]
+        await self._ranks.decide(f"seal anchor {version}", sealed, type(None))
+        self._emit("anchored", version, nbytes=sum(one.wire_bytes for one in shipped))
+
+    def _emit(self, name: str, version: int, **rest: Any) -> None:
+        self._observe(Event(name, version, **rest))

@@ -1,0 +1,199 @@
+"""What the first rank of a publisher does for all: the term, the members, openings, seals, votes, the head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import anyio
+import msgspec
+
+from dcr import digest, frames
+from dcr.commit import Votes
+from dcr.errors import DcrError, WireError
+from dcr.frames import Layout
+from dcr.ledger import Headship
+from dcr.observe import Event, Observer
+from dcr.refit import Refit
+from dcr.roster import Roster
+from dcr.seams import Link, Run
+from dcr.views import Lanes
+from dcr.wire import Abort, ChunkRef, Commit, Head, Identity, MemberRef, Message, Open, Seal
+
+ABORT_TIMEOUT_S = 10.0
+COMMIT_TIMEOUT_S = 120.0
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """Where a run stands when a publisher takes its term. newest: the highest version that was ever opened."""
+
+    head: Head
+    newest: int
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """What comes next in a vote: chunks are wanted again, or it is carried, or it is lost."""
+
+    again: tuple[int, ...] = ()
+    lost: str = ""
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """A version is committed. answers: what members said; oldest: the oldest version that a member holds."""
+
+    answers: dict[str, str]
+    oldest: int | None
+
+
+class Leader:
+    """Opens, seals and commits attempts, one at a time. quorum, vote_timeout_s, observe: as for `dcr.publisher`."""
+
+    def __init__(
+        self, run: Run, link: Link, *, quorum: int | Literal["all"], vote_timeout_s: float, observe: Observer
+    ) -> None:
+        self._run = run
+        self._link = link
+        self._quorum = quorum
+        self._vote_timeout_s = vote_timeout_s
+        self._observe = observe
+        self._votes: Votes | None = None
+        self.roster = Roster(observe)
+        self.outcome: Outcome | None = None  # of the last attempt, once the head has moved to it
+        self.broken: Exception | None = None
+
+    async def listen(self) -> None:
+        """Take what members send, until the link ends."""
+        while True:
+            try:
+                message = await self._link.receive()
+            except WireError as error:
+                self._observe(Event("ignored", detail=str(error)))
+            except (DcrError, OSError) as error:
+                self.broken = error
+                self.roster.end(error)
+                return
+            else:
+                self.roster.receive(message)
+
+    async def start(self, layout: Layout) -> Standing:
+        """Take the next term."""
+        self._layout, self._body = layout.digest, frames.encode(layout)
+        self.headship = await Headship.take(self._run.ledger)
+        return Standing(self.headship.head, await self._run.store.newest() if self._run.store else -1)
+
+    # ------------------------------------------------------------------ one attempt
+
+    async def open(self, refit: Refit, base: Identity | None) -> Identity:
+        """Begin an attempt; raises Fenced if the head is another publisher's."""
+        await self.headship.require()
+        head = self.headship.head
+        identity = Identity(head.run, head.term, refit.version, 1)
+        self.outcome = None
+        self._votes = self.roster.open(identity, base, self._quorum, refit)
+        await self._open(identity, base, tuple(sorted(self._votes.electorate)))
+        return identity
+
+    async def seal(
+        self, identity: Identity, base: Identity | None, refs: Sequence[ChunkRef], digests: tuple[Lanes, Lanes, Lanes]
+    ) -> None:
+        """Complete the attempt; digests: of the base, of the target, and of the old bits that are replaced."""
+        self._voted.root = digest.root(digests[1])
+        await self._seal(identity, base, refs, digests)
+        self._deadline_s = anyio.current_time() + self._vote_timeout_s
+
+    async def open_anchor(self, identity: Identity) -> None:
+        """Begin an anchor of a committed version, which nobody votes on."""
+        await self._open(identity, None, ())
+
+    async def seal_anchor(
+        self, identity: Identity, refs: Sequence[ChunkRef], digests: tuple[Lanes, Lanes, Lanes]
+    ) -> None:
+        """Complete an anchor."""
+        await self._seal(identity, None, refs, digests)
+
+    async def _open(self, identity: Identity, base: Identity | None, electorate: tuple[MemberRef, ...]) -> None:
+        await self._link.send(Message(Open(identity, base, self._layout, electorate), self._body))
+
+    async def _seal(
+        self, identity: Identity, base: Identity | None, refs: Sequence[ChunkRef], digests: tuple[Lanes, Lanes, Lanes]
+    ) -> None:
+        seal = Seal(identity, base, tuple(refs), digest.root(digests[0]), digest.root(digests[1]))
+        await self._link.send(Message(seal, b"".join(map(digest.pack, digests))))
+
+    async def call(self) -> Call:
+        """Wait until the vote is carried or lost, or chunks are wanted again."""
+        votes = self._voted
+        with anyio.CancelScope(deadline=self._deadline_s):
+            while not votes.carried and not votes.lost:
+                if again := self.roster.take_again():
+                    return Call(tuple(again))
+                await self.roster.news()
+        for member in votes.missing:
+            votes.drop(member, f"no vote within {self._vote_timeout_s:g} s")
+            self.roster.give_up_on(member)
+        if votes.carried:
+            return Call()
+        reasons = "; ".join(f"{ref.member}: {why}" for ref, why in sorted(votes.refused.items()))
+        asked = len(votes.electorate)
+        return Call(
+            lost=f"{votes.identity} was given up: {len(votes.prepared)} of {asked} members prepared it, "
+            f"{votes.needed} are needed ({reasons})"
+        )
+
+    async def commit(self) -> Outcome:
+        """Move the head.
+
+        Raises:
+            NotCommittedError: the head could not be moved, and was not. Fenced: another publisher has taken over. Else
+                what made the outcome unknowable. After the last two this publisher is of no use any more.
+        """
+        votes = self._voted
+        with anyio.fail_after(COMMIT_TIMEOUT_S):
+            await self.headship.move(votes.identity, votes.root)
+        oldest = self.roster.oldest
+        self.awaited = self.roster.committed(votes)
+        self._end()
+        self.outcome = Outcome(_answers(votes, self.roster), oldest)
+        return self.outcome
+
+    async def announce(self, identity: Identity) -> None:
+        """Tell members that the head has moved; they look at it themselves as well."""
+        with anyio.move_on_after(ABORT_TIMEOUT_S):
+            await self._link.send(Message(Commit(identity)))
+
+    async def abort(self, error: BaseException) -> None:
+        """Give the attempt up, if one was opened; not for one whose commit has begun."""
+        votes = self._votes
+        self._end()
+        if votes is None:
+            return
+        reason = f"{type(error).__name__}: {error}"
+        with anyio.move_on_after(ABORT_TIMEOUT_S, shield=True):
+            try:
+                await self._link.send(Message(Abort(votes.identity, reason)))
+            except (DcrError, OSError) as failed:
+                error.add_note(f"the abort could not be sent either: {failed}")
+        self._emit("aborted", votes.identity.version, detail=reason)
+
+    async def prune(self, below: int) -> None:
+        """Remove the versions before one, where they are kept."""
+        if self._run.store is not None:
+            await self._run.store.prune(frozenset(), below=below)
+
+    def _end(self) -> None:
+        self._votes = None
+        self.roster.close()
+
+    @property
+    def _voted(self) -> Votes:
+        assert self._votes is not None, "an attempt has been opened"
+        return self._votes
+
+    def _emit(self, name: str, version: int, **rest: Any) -> None:
+        self._observe(Event(name, version, **rest))
+
+
+def _answers(votes: Votes, roster: Roster) -> dict[str, str]:
+    said = {ref.member: "behind" for ref in roster}
+    said |= {ref.member: why for ref, why in votes.refused.items()}
+    return said | {ref.member: "prepared" for ref in votes.prepared}

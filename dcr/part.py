@@ -1,0 +1,258 @@
+"""One rank's part of a publisher: what it does with the tensors that it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from dcr import coverage, digest, frames, kernels
+from dcr.baseline import Baseline, HealSet
+from dcr.boxes import Box, Dim
+from dcr.coverage import Tally
+from dcr.errors import DigestMismatch, SchemaError, StateError
+from dcr.frames import FrameSpec, Layout, Shard, SourceFrame
+from dcr.observe import Event, Observer, Summary
+from dcr.patch import Patch
+from dcr.pipeline import Pipeline
+from dcr.placement import canonical_table
+from dcr.schema import Schema
+from dcr.seams import Residual, Source, Stage, Writer
+from dcr.stages.compress import Compress
+from dcr.stages.construct import Construct, Conversion, Whole, convert, source_table
+from dcr.stages.transfer import Transfer
+from dcr.views import Bits, Lanes
+from dcr.wire import ChunkRef, Identity, Message
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True):
+    """The frames of what a rank owns, for the other ranks; schema: the digest of the schema that it knows."""
+
+    schema: bytes
+    specs: tuple[FrameSpec, ...]
+
+
+class Shipped(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has sent of an attempt. changed: elements; residual_bytes: of tensors that were converted for it."""
+
+    chunks: tuple[ChunkRef, ...]
+    changed: int
+    wire_bytes: int
+    residual_bytes: int
+
+
+class Part:
+    """The frames that one rank owns, and its baseline of them.
+
+    Frames are numbered over all ranks, in rank order; a rank's direct frames come before those of its residual groups.
+
+    stages, workers, observe: as for `dcr.publisher`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        stages: Sequence[Stage[Any, Any]] = (),
+        frame_elems: int = frames.FRAME_ELEMS,
+        workers: int = 1,
+        observe: Observer,
+    ) -> None:
+        self._source = source
+        self._stages = tuple(stages)
+        self._workers = workers
+        self._observe = observe
+        self._direct = frames.plan(source.schema, source.shards, frame_elems)
+        self._groups = [(group, _plan(group, source.schema, frame_elems)) for group in source.residual]
+        self._fingerprints: list[bytes] = []  # of what the conversions of the committed version have read
+        self._found: list[bytes] = []  # of what they read now
+        self.heal_set = HealSet()
+
+    @property
+    def schema(self) -> Schema:
+        return self._source.schema
+
+    @property
+    def plan(self) -> Plan:
+        """What this rank owns."""
+        own = [*self._direct, *(frame for _, plan in self._groups for frame in plan)]
+        return Plan(self.schema.digest, tuple(frame.spec for frame in own))
+
+    @property
+    def tally(self) -> Tally:
+        """What this rank owns, for the proof that over all ranks each element is owned once (`dcr.coverage`)."""
+        owned = [tensor for group, _ in self._groups if group.owned for tensor in group.tensors]
+        return coverage.tally(self.schema, ((one.tensor, one.box) for one in self._source.shards), owned)
+
+    def join(self, plans: Sequence[Plan], rank: int) -> None:
+        """Take this rank's place among all ranks; the layout is the same on each of them.
+
+        Raises:
+            SchemaError: a rank knows another schema.
+        """
+        schema = self.schema
+        for number, plan in enumerate(plans):
+            if plan.schema != schema.digest:
+                raise SchemaError(f"ranks {rank} and {number} differ in names, dtypes, shapes, or order of tensors")
+        layout = Layout(schema, tuple(spec for plan in plans for spec in plan.specs))
+        self.baseline = Baseline(layout)
+        first = sum(len(plan.specs) for plan in plans[:rank])
+        self._own = range(first, first + len(plans[rank].specs))
+        self._conversions: list[Conversion] = []
+        first += len(self._direct)
+        for group, own in self._groups:
+            self._conversions.append(Conversion(group, own, first))
+            first += len(own)
+
+    # ------------------------------------------------------------------ what the weights are
+
+    def owns(self, frame: int) -> bool:
+        return frame in self._own
+
+    async def look(self) -> list[bool]:
+        """Per residual group: whether what its conversion reads differs from what it read for the committed version."""
+        self._found = await anyio.to_thread.run_sync(self._look)
+        if self.baseline.identity is None or not self._fingerprints:
+            return [True] * len(self._found)
+        return [one != other for one, other in zip(self._found, self._fingerprints, strict=True)]
+
+    def _look(self) -> list[bytes]:
+        return [group.fingerprint() for group, _ in self._groups]
+
+    async def scan(self) -> Lanes:
+        """The digest of the weights as they are; `adopt` makes them the baseline."""
+        self._scanned, lanes = await anyio.to_thread.run_sync(self._scan)
+        return lanes
+
+    def adopt(self, identity: Identity | None, lanes: Lanes) -> None:
+        """The weights that were scanned are those of a committed version; None: they are not."""
+        scanned, self._scanned = self._scanned, {}
+        if identity is not None:
+            self.baseline.adopt(scanned, identity, lanes)
+            self.heal_set.forget(identity.version)
+            self._fingerprints = self._found
+
+    def _scan(self) -> tuple[dict[int, Bits], Lanes]:
+        self._found = self._look()
+        storages, lanes = self._source.storages(), digest.zero(len(self.schema.tensors))
+        bits = self._read(self._own[: len(self._direct)], self._direct, storages, lanes)
+        for one in self._conversions:
+            arrays = convert(one.group, self.schema)
+            bits |= self._read(range(one.first, one.first + len(one.plan)), one.plan, arrays, lanes)
+        return bits, lanes
+
+    def _read(
+        self, numbers: range, plan: Sequence[SourceFrame], storages: Sequence[Bits], lanes: Lanes
+    ) -> dict[int, Bits]:
+        """Canonical bits per frame; adds their digest to `lanes`."""
+        bits = {}
+        for number, source in zip(numbers, plan, strict=True):
+            frame = self.baseline.layout.frames[number]
+            bits[number] = kernels.read(source_table(source, storages), source.kind)
+            lanes[list(frame.tensors)] += kernels.digest(canonical_table(frame, bits[number]), frame.keys)
+        return bits
+
+    # ------------------------------------------------------------------ one version
+
+    async def ship(
+        self, link: Writer, compress: Compress, stale: Sequence[bool], captured: Callable[[], None]
+    ) -> tuple[Shipped, Summary]:
+        """Compare, convert what is stale, compress and send.
+
+        Raises:
+            StateError: a stage dropped chunks. Any error of a stage.
+        """
+        version, count = compress.identity.version, len(self._direct)
+        conversions = [one for one, changed in zip(self._conversions, stale, strict=True) if changed]
+        construct = Construct(
+            self.baseline,
+            self._direct,
+            self._source.storages(),
+            first=self._own.start,
+            conversions=conversions,
+            workers=self._workers,
+            audited=self._own.start + version % count if count else None,
+            captured=captured,
+        )
+        refs, wire_bytes, summary = await self._send(construct, self._own[:count], link, compress)
+        patches = list(self.baseline.patches())
+        if missing := {patch.frame.index for patch in patches} - {ref.frame for ref in refs}:
+            raise StateError(f"a stage dropped the chunks of frames {sorted(missing)[:8]}; a version needs them all")
+        residual_bytes = sum(self._nbytes(one) for one in conversions)
+        return Shipped(tuple(refs), sum(patch.changed for patch in patches), wire_bytes, residual_bytes), summary
+
+    async def ship_whole(self, link: Writer, compress: Compress) -> Shipped:
+        """Send the committed bits of all of this rank's frames."""
+        refs, wire_bytes, _ = await self._send(Whole(self.baseline), self._own, link, compress)
+        return Shipped(tuple(refs), 0, wire_bytes, 0)
+
+    async def ship_again(self, link: Writer, compress: Compress, wanted: Sequence[int]) -> int:
+        """Send those of the frames that are this rank's once more, the same bits as before. Returns bytes sent."""
+        sent, version = 0, compress.identity.version
+        for frame in filter(self.owns, wanted):
+            patch = self.baseline.held(frame)
+            if patch is None:
+                self._observe(Event("ignored", version, frame=frame, detail="asked for again, and never sent"))
+                continue
+            chunk, body = await anyio.to_thread.run_sync(compress.encode, patch)
+            await link.send(Message(chunk, body))
+            sent += len(body)
+            self._observe(Event("sent_again", version, frame=frame))
+        return sent
+
+    async def _send(
+        self, first: Stage[int, Patch], own: range, link: Writer, compress: Compress
+    ) -> tuple[list[ChunkRef], int, Summary]:
+        transfer, refs = Transfer(link), list[ChunkRef]()
+        pipeline: Pipeline[int, ChunkRef] = Pipeline(first, compress, *self._stages, transfer)
+        version = compress.identity.version
+        summary = await pipeline.run(own, into=refs.append, version=version, observe=self._observe)
+        return refs, transfer.sent_bytes, summary
+
+    def drop(self) -> None:
+        """The version in flight is given up."""
+        self.baseline.drop()
+
+    async def fold(self, identity: Identity, oldest: int | None) -> None:
+        """The head names `identity`; oldest: the oldest version that a member holds, None: whoever comes is seeded."""
+        base = self.baseline.identity
+        indices = await anyio.to_thread.run_sync(self.baseline.fold, identity)
+        self._fingerprints = self._found
+        if base is not None:
+            self.heal_set.add(identity.version, indices)
+        self.heal_set.forget(identity.version if oldest is None else oldest)
+
+    async def require_baseline(self, what: str) -> None:
+        """Members refused: look at this side's own memory before any of them is blamed.
+
+        Raises:
+            DigestMismatch: the baseline is not what it was; it is forgotten, and the next version is an anchor.
+        """
+        if self.baseline.identity is None:
+            return
+        found = await anyio.to_thread.run_sync(self.baseline.rescan)
+        try:
+            digest.require_equal(found, self.baseline.lanes, self.schema, what)
+        except DigestMismatch:
+            self.baseline.clear()
+            raise
+
+    # ------------------------------------------------------------------ residual tensors
+
+    def _nbytes(self, conversion: Conversion) -> int:
+        if not conversion.group.owned:
+            return 0
+        specs = self.schema.tensors
+        return sum(specs[tensor].numel * specs[tensor].width for tensor in conversion.group.tensors)
+
+
+def _plan(group: Residual, schema: Schema, frame_elems: int) -> list[SourceFrame]:
+    """The frames of a residual group over the arrays that it converts to; none where another rank owns it."""
+    if not group.owned:
+        return []
+    boxes = [Box(0, 0, (Dim(schema.tensors[tensor].numel, 1, 1),)) for tensor in group.tensors]
+    shards = [Shard(tensor, number, box) for number, (tensor, box) in enumerate(zip(group.tensors, boxes, strict=True))]
+    return frames.plan(schema, shards, frame_elems)
