@@ -107,6 +107,7 @@ class Flights:
             chunks=len(refs),
             wire_bytes=sum(one.wire_bytes for one in shipped) + again_bytes,
             dense_bytes=schema.nbytes,
+            residual=self._part.residual,
             residual_bytes=sum(one.residual_bytes for one in shipped),
             gathered_bytes=self._ranks.received_bytes - received_bytes,
             sent_again=again_bytes,

@@ -19,6 +19,7 @@ from dcr.observe import Event, Observer, Summary
 from dcr.patch import Patch
 from dcr.pipeline import Pipeline
 from dcr.placement import canonical_table
+from dcr.refit import ResidualTensors
 from dcr.schema import Schema
 from dcr.seams import Residual, Source, Stage, Writer
 from dcr.stages.compress import Compress
@@ -33,6 +34,17 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
     schema: bytes
     specs: tuple[FrameSpec, ...]
+
+
+def require_one_schema(plans: Sequence[Plan]) -> None:
+    """All ranks know one schema.
+
+    Raises:
+        SchemaError: they do not; names two that differ.
+    """
+    for number, plan in enumerate(plans):
+        if plan.schema != plans[0].schema:
+            raise SchemaError(f"ranks 0 and {number} differ in names, dtypes, shapes, or order of tensors")
 
 
 class Shipped(msgspec.Struct, frozen=True, array_like=True):
@@ -88,16 +100,8 @@ class Part:
         return coverage.tally(self.schema, ((one.tensor, one.box) for one in self._source.shards), owned)
 
     def join(self, plans: Sequence[Plan], rank: int) -> None:
-        """Take this rank's place among all ranks; the layout is the same on each of them.
-
-        Raises:
-            SchemaError: a rank knows another schema.
-        """
-        schema = self.schema
-        for number, plan in enumerate(plans):
-            if plan.schema != schema.digest:
-                raise SchemaError(f"ranks {rank} and {number} differ in names, dtypes, shapes, or order of tensors")
-        layout = Layout(schema, tuple(spec for plan in plans for spec in plan.specs))
+        """Take this rank's place among all ranks; the layout is the same on each of them."""
+        layout = Layout(self.schema, tuple(spec for plan in plans for spec in plan.specs))
         self.baseline = Baseline(layout)
         first = sum(len(plan.specs) for plan in plans[:rank])
         self._own = range(first, first + len(plans[rank].specs))
@@ -108,6 +112,15 @@ class Part:
             first += len(own)
 
     # ------------------------------------------------------------------ what the weights are
+
+    @property
+    def residual(self) -> tuple[ResidualTensors, ...]:
+        """What has no map, on any rank."""
+        specs = self.schema.tensors
+        return tuple(
+            ResidualTensors(tuple(specs[tensor].name for tensor in group.tensors), group.reason, self._nbytes(group))
+            for group, _ in self._groups
+        )
 
     def owns(self, frame: int) -> bool:
         return frame in self._own
@@ -181,7 +194,7 @@ class Part:
         patches = list(self.baseline.patches())
         if missing := {patch.frame.index for patch in patches} - {ref.frame for ref in refs}:
             raise StateError(f"a stage dropped the chunks of frames {sorted(missing)[:8]}; a version needs them all")
-        residual_bytes = sum(self._nbytes(one) for one in conversions)
+        residual_bytes = sum(self._nbytes(one.group) for one in conversions if one.group.owned)
         return Shipped(tuple(refs), sum(patch.changed for patch in patches), wire_bytes, residual_bytes), summary
 
     async def ship_whole(self, link: Writer, compress: Compress) -> Shipped:
@@ -240,13 +253,10 @@ class Part:
             self.baseline.clear()
             raise
 
-    # ------------------------------------------------------------------ residual tensors
-
-    def _nbytes(self, conversion: Conversion) -> int:
-        if not conversion.group.owned:
-            return 0
+    def _nbytes(self, group: Residual) -> int:
+        """Canonical bytes of a group."""
         specs = self.schema.tensors
-        return sum(specs[tensor].numel * specs[tensor].width for tensor in conversion.group.tensors)
+        return sum(specs[tensor].numel * specs[tensor].width for tensor in group.tensors)
 
 
 def _plan(group: Residual, schema: Schema, frame_elems: int) -> list[SourceFrame]:

@@ -27,7 +27,7 @@ from dcr.frames import FRAME_ELEMS
 from dcr.leader import Leader, Standing
 from dcr.meeting import Alone, Ranks
 from dcr.observe import Event, Observer, ignore
-from dcr.part import Part, Plan
+from dcr.part import Part, Plan, require_one_schema
 from dcr.patch import Operation
 from dcr.refit import Refit
 from dcr.seams import Codec, Group, Run, Source, Stage, Transport, Writer
@@ -212,6 +212,7 @@ class Publisher:
             await anyio.to_thread.run_sync(self._part.join, plans, self._ranks.rank)
 
         plans = await self._ranks.share("plan", plan, Plan)
+        require_one_schema(plans)
         total = await self._ranks.add("coverage", self._part.tally.view(np.uint64))
         coverage.require_covered(self._part.schema, total.view(np.int64))
         await self._ranks.share("join", join, type(None))

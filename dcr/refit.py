@@ -13,14 +13,23 @@ from dcr.wire import Identity, MemberRef
 
 
 @dataclass(frozen=True, slots=True)
+class ResidualTensors:
+    """Tensors that have no map and are converted by their own export. reason: why; nbytes: of the checkpoint."""
+
+    names: tuple[str, ...]
+    reason: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What one committed version cost, over all ranks of its publisher; times and stages are this rank's.
 
     elements: all of them; changed: those that differ from the base (all, for an anchor). wire_bytes: encoded chunks
-    as sent, those sent again included; dense_bytes: a whole checkpoint. residual_bytes: of tensors without a map that
-    were converted for it; gathered_bytes: what this rank received from the others, which are records, never weights.
-    captured_s: from publish until the weights had been read; wall_s: from publish to commit. stages: statistics of the
-    pipeline. members: what each one answered.
+    as sent, those sent again included; dense_bytes: a whole checkpoint. residual: the tensors without a map, and
+    residual_bytes: of those that were converted for this version. gathered_bytes: what this rank received from other
+    ranks of the publisher: records of chunks and digests, never weights. captured_s: from publish until the weights had
+    been read; wall_s: from publish to commit. stages: statistics of the pipeline. members: what each one answered.
     """
 
     identity: Identity
@@ -30,6 +39,7 @@ class Report:
     chunks: int
     wire_bytes: int
     dense_bytes: int
+    residual: tuple[ResidualTensors, ...]
     residual_bytes: int
     gathered_bytes: int
     sent_again: int
@@ -48,15 +58,21 @@ class Report:
         return self.changed / self.elements if self.elements else 0.0
 
     @property
+    def residual_share(self) -> float:
+        """Bytes of tensors without a map / bytes of a whole checkpoint."""
+        return sum(one.nbytes for one in self.residual) / self.dense_bytes if self.dense_bytes else 0.0
+
+    @property
     def reduction(self) -> float:
         """Dense bytes / wire bytes."""
         return self.dense_bytes / self.wire_bytes if self.wire_bytes else float("inf")
 
     def __str__(self) -> str:
         what = "anchor" if self.is_anchor else f"density {100 * self.density:.3f} %"
+        residual = f"residual {100 * self.residual_share:.2f} %, " if self.residual else ""
         return (
-            f"version {self.version}: {what}, {self.wire_bytes:,} bytes on the wire ({self.reduction:.1f} x less than "
-            f"dense), {self.wall_s:.3f} s; {self.stages}"
+            f"version {self.version}: {what}, {residual}{self.wire_bytes:,} bytes on the wire "
+            f"({self.reduction:.1f} x less than dense), {self.wall_s:.3f} s; {self.stages}"
         )
 
 

@@ -93,8 +93,6 @@ class Trainer:
 
         Raises: the first rank's error, when all have raised one of its type.
         """
-        for source in self.sources:
-            source.take()
         ends = await self.attempt(version)
         errors = [end for end in ends if isinstance(end, Exception)]
         if errors:
@@ -104,7 +102,9 @@ class Trainer:
         return [end for end in ends if isinstance(end, dcr.Report)]
 
     async def attempt(self, version: int | None = None) -> list[dcr.Report | Exception]:
-        """What becomes of a version on each rank."""
+        """What becomes of a version of the model's bits on each rank."""
+        for source in self.sources:
+            source.take()
         ends: dict[int, dcr.Report | Exception] = {}
 
         async def one(rank: int) -> None:
@@ -141,9 +141,7 @@ async def trainer(
             url,
             source=sources[rank],
             group=group.rank(rank, **({"before": before[rank]} if before and rank in before else {})),
-            transport=transport,
-            frame_elems=50,
-            **{**shared, **(options or {}).get(rank, {})},
+            **{"transport": transport, "frame_elems": 50, **shared, **(options or {}).get(rank, {})},
         )
         for rank in range(world)
     ]
