@@ -4,7 +4,7 @@
 
 Layout of a body (all integers little-endian, as on every machine that dcr runs on; docs/format.md has an example):
 
-    format   1 byte   one of RAW_SPARSE, RAW_DENSE, GAPS_SPARSE, PLANES_DENSE
+    format   1 byte   one of RAW_SPARSE, RAW_DENSE, GAPS_SPARSE, PLANES_DENSE, CLASS_SPARSE
     streams  each:    encoding 1 byte (STORED, ZSTD, HUFFMAN), raw size 4 bytes, encoded size 4 bytes, the bytes
 
     RAW_SPARSE    positions uint32 [K], values [K]
@@ -15,6 +15,8 @@ Layout of a body (all integers little-endian, as on every machine that dcr runs 
                   symbol   zigzag(value) - 1 in a byte for values read as signed steps; 255 and above is the byte 255
                            and the value itself, at full width, in the exceptions
     PLANES_DENSE  one stream per byte of the element width, lowest first
+    CLASS_SPARSE  three cuts of a byte each, before the streams; then for each of four classes the streams of
+                  GAPS_SPARSE, positions being numbers within the class: see dcr.classes
 
 The number of changed elements K, the operation and the element width travel in the chunk's header.
 """
@@ -22,7 +24,7 @@ The number of changed elements K, the operation and the element width travel in 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +32,16 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from dcr import kernels
+from dcr import classes, kernels
 from dcr.coding import ESCAPE, Octets
-from dcr.errors import LayoutError, PayloadError
+from dcr.errors import BaseMismatch, LayoutError, PayloadError
 from dcr.patch import Change, Operation
 from dcr.views import UNSIGNED, Bits, Positions
 
-RAW_SPARSE, RAW_DENSE, GAPS_SPARSE, PLANES_DENSE = range(4)
+RAW_SPARSE, RAW_DENSE, GAPS_SPARSE, PLANES_DENSE, CLASS_SPARSE = range(5)
 STORED, ZSTD, HUFFMAN = range(3)
 SHORT = 32  # bytes: no encoding is tried for streams below it
+FEW = 4096  # changes: below it, what describes four classes may cost more than they save
 _STREAM = struct.Struct("<BII")
 
 
@@ -83,8 +86,7 @@ class Gaps:
                 return RAW.encode(change, numel)
             return _join(PLANES_DENSE, [_smallest(plane, structured=True) for plane in _planes(change.values)])
         coded = _stored if not self.entropy else _smallest
-        gaps, (symbols, exceptions) = kernels.gaps_of(change.positions), kernels.symbols_of(change.values)
-        body = _join(GAPS_SPARSE, [coded(gaps), coded(symbols), coded(exceptions.view(np.uint8))])
+        body = _join(GAPS_SPARSE, _sparse(change.positions, change.values, coded))
         if len(body) > raw_sparse_bytes(change):
             return RAW.encode(change, numel)
         return body
@@ -94,9 +96,49 @@ class Gaps:
         return decode(body, operation=operation, changed=changed, numel=numel, width=width)
 
 
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The streams of `Gaps` for each of four classes of elements, told apart by their old bits."""
+
+    name: str = "small"
+    needs_base: bool = True
+
+    def encode(self, change: Change, numel: int, *, base: Bits) -> bytes:
+        """Bytes of a change of a frame whose old bits are base [N]; a dense one, or a tiny one, may do without them.
+
+        Raises:
+            LayoutError: positions do not ascend strictly.
+        """
+        if change.positions is None:
+            return BALANCED.encode(change, numel)
+        cuts = classes.cuts_of(base, change.positions)
+        ranks, values, counts = kernels.split(base, cuts, change.positions, change.values)
+        ends = np.cumsum(counts)[:-1]
+        parts = zip(np.split(ranks, ends), np.split(values, ends), strict=True)
+        streams = [stream for part in parts for stream in _sparse(*part, _smallest)]
+        body = _join(CLASS_SPARSE, [cuts.tobytes(), *streams])
+        if len(ranks) < FEW or len(body) > raw_sparse_bytes(change):
+            return min(body, BALANCED.encode(change, numel), key=len)
+        return body
+
+    def decode(self, body: bytes, *, operation: Operation, changed: int, numel: int, width: int, base: Bits) -> Change:
+        """See `decode`; base: the frame's old bits [N].
+
+        Raises:
+            BaseMismatch: the body does not describe a change of these old bits.
+        """
+        if body[:1] != bytes([CLASS_SPARSE]):
+            return decode(body, operation=operation, changed=changed, numel=numel, width=width)
+        if base.shape != (numel,) or base.itemsize != width:
+            raise BaseMismatch(f"old bits {base.dtype} {base.shape} for a frame of {numel} elements of {width} bytes")
+        _require_count(changed, numel)
+        return _merged(body, operation, changed, base)
+
+
 RAW = Raw()
 FAST = Gaps("fast", entropy=False)
 GAPS = BALANCED = Gaps("gaps", entropy=True)  # chunks carry the older name: every reader finds that one
+SMALL = Classes()
 
 
 def decode(body: bytes, *, operation: Operation, changed: int, numel: int, width: int) -> Change:
@@ -110,8 +152,7 @@ def decode(body: bytes, *, operation: Operation, changed: int, numel: int, width
     """
     if not body:
         raise PayloadError("an empty body")
-    if not 0 <= changed <= numel < 1 << 32:
-        raise PayloadError(f"{changed} changes in a frame of {numel} elements")
+    _require_count(changed, numel)
     dtype = UNSIGNED[width]
     match body[0]:
         case 0:
@@ -133,7 +174,7 @@ def decode(body: bytes, *, operation: Operation, changed: int, numel: int, width
             planes = _split(body, [_exactly(numel)] * width)
             return _dense(operation, changed, numel, np.stack(planes, axis=1).reshape(-1).view(dtype))
         case other:
-            raise PayloadError(f"unknown body format {other}; this reader knows 0 to 3")
+            raise PayloadError(f"unknown body format {other}; without the old bits this reader knows 0 to 3")
 
 
 def raw_sparse_bytes(change: Change) -> int:
@@ -145,6 +186,28 @@ def raw_sparse_bytes(change: Change) -> int:
 def worst_case_bytes(numel: int, width: int) -> int:
     """No encoded body of a frame is larger than this."""
     return numel * (width + 4) + 16 * (width + 4)
+
+
+def _require_count(changed: int, numel: int) -> None:
+    if not 0 <= changed <= numel < 1 << 32:
+        raise PayloadError(f"{changed} changes in a frame of {numel} elements")
+
+
+def _merged(body: bytes, operation: Operation, changed: int, base: Bits) -> Change:
+    """A change that was split by class, whole again."""
+    numel, width = len(base), base.itemsize
+    cuts = np.frombuffer(body, np.uint8, classes.CUTS, 1) if len(body) > classes.CUTS else None
+    if cuts is None or (cuts[1:] < cuts[:-1]).any():
+        raise PayloadError("a body by class does not begin with ascending cuts")
+    sizes = [range(changed + numel // ESCAPE + 1), range(changed + 1), range(0, width * changed + 1, width)]
+    streams = _find(body, sizes * classes.CLASSES, 1 + classes.CUTS)
+    counts = [raw_size for _, _, raw_size in streams[1::3]]
+    if sum(counts) != changed or sum(raw_size for _, _, raw_size in streams[::3]) > changed + numel // ESCAPE:
+        raise PayloadError(f"a body by class has {counts} changes in its classes, {changed} are declared")
+    raw = _unpack(streams)
+    ranks = [kernels.positions_of(raw[3 * at], count, numel) for at, count in enumerate(counts)]
+    values = [kernels.values_of(raw[3 * at + 1], raw[3 * at + 2], width) for at in range(classes.CLASSES)]
+    return Change(operation, *kernels.merge(base, cuts, counts, np.concatenate(ranks), np.concatenate(values)))
 
 
 def _dense(operation: Operation, changed: int, numel: int, values: Bits) -> Change:
@@ -159,6 +222,12 @@ def _ascending(positions: Positions, numel: int) -> Positions:
     except LayoutError as error:
         raise PayloadError(f"positions are not ascending within a frame of {numel} elements: {error}") from None
     return positions
+
+
+def _sparse(positions: Positions, values: Bits, coded: Callable[[Octets], bytes]) -> list[bytes]:
+    """The gap, symbol and exception streams of a change."""
+    symbols, exceptions = kernels.symbols_of(values)
+    return [coded(kernels.gaps_of(positions)), coded(symbols), coded(exceptions.view(np.uint8))]
 
 
 def _planes(values: Bits) -> list[Octets]:
@@ -209,12 +278,17 @@ def _exactly(nbytes: int) -> range:
 
 
 def _split(body: bytes, sizes: Sequence[range]) -> list[Octets]:
-    """The raw streams of a body; `sizes` are those that each may have, in bytes.
+    """The raw streams of a body; `sizes` are those that each may have, in bytes. Raises as `_find`."""
+    return _unpack(_find(body, sizes, 1))
+
+
+def _find(body: bytes, sizes: Sequence[range], at: int) -> list[tuple[int, Octets, int]]:
+    """The streams from byte `at` on: encoding, encoded bytes, raw size.
 
     Raises:
         PayloadError: a stream has another size, the body ends early, or something is left over.
     """
-    at, found = 1, []
+    found = []
     for index, allowed in enumerate(sizes):
         if at + _STREAM.size > len(body):
             raise PayloadError(f"the body ends before stream {index}")
@@ -226,7 +300,11 @@ def _split(body: bytes, sizes: Sequence[range]) -> list[Octets]:
         at += size
     if at != len(body):
         raise PayloadError(f"{len(body) - at} bytes follow the last stream")
-    return [_unpacked(encoding, data, raw_size, index) for index, (encoding, data, raw_size) in enumerate(found)]
+    return found
+
+
+def _unpack(streams: Sequence[tuple[int, Octets, int]]) -> list[Octets]:
+    return [_unpacked(encoding, data, raw_size, index) for index, (encoding, data, raw_size) in enumerate(streams)]
 
 
 def _unpacked(encoding: int, data: Octets, raw_size: int, index: int) -> Octets:

@@ -3,7 +3,8 @@
     B  rows of a table      N  elements of a table      K  changed elements      T  tensors      n  bytes of a stream
 
 Each of the first group takes a table, so any number of tensors is one call, and makes one pass over memory;
-`dcr.reference` defines what it computes. The second group codes streams, and `dcr.coding` defines it. The compiled ones
+`dcr.reference` defines what it computes. The second group codes streams, and `dcr.coding` and
+`dcr.classes` define it. The compiled ones
 release the GIL, check every row and position again, and raise before anything is written. Which implementation runs is
 decided by the build and never falls back: a compiled module that does not load is an error. No environment variable is
 read.
@@ -17,17 +18,19 @@ Bytes moved, with b bytes per stored element and c after the value map:
 
     gaps_of, positions_of    5 K          pack       2 n read, what it gives written
     symbols_of, values_of    K (1 + c)    unpack     what it takes + n
+    split, merge             N c + 2 K (4 + c)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from dcr import coding, reference
+from dcr import classes, coding, reference
 from dcr.coding import Octets
-from dcr.errors import LayoutError, PayloadError
+from dcr.errors import BaseMismatch, LayoutError, PayloadError
 from dcr.reference import F32_BF16, F32_F16, NONE, SOURCE_WIDTH, TARGET_WIDTH
 from dcr.views import Bits, Lanes, Positions, Runs, Table
 
@@ -45,11 +48,13 @@ __all__ = [
     "digest_at",
     "gaps_of",
     "gather",
+    "merge",
     "pack",
     "positions_of",
     "read",
     "scatter",
     "select",
+    "split",
     "symbols_of",
     "unpack",
     "values_of",
@@ -264,6 +269,34 @@ def unpack(packed: Octets, size: int) -> Octets:
         return _native.unpack(packed, size)
     except ValueError as error:
         raise PayloadError(str(error)) from None
+
+
+def split(base: Bits, cuts: Octets, positions: Positions, values: Bits) -> tuple[Positions, Bits, list[int]]:
+    """A change [K] by class of its old bits [N]: numbers within the class, values, and how many there are of each.
+
+    Raises:
+        LayoutError: positions do not ascend strictly, or leave the frame, or cuts do not ascend.
+    """
+    if not NATIVE:
+        return classes.split(base, cuts, positions, values)
+    try:
+        return _native.split(base, cuts, positions, values)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
+
+
+def merge(base: Bits, cuts: Octets, counts: Sequence[int], ranks: Positions, values: Bits) -> tuple[Positions, Bits]:
+    """The inverse of `split`: positions [K], ascending, and values [K].
+
+    Raises:
+        BaseMismatch: base has no such elements.
+    """
+    if not NATIVE:
+        return classes.merge(base, cuts, counts, ranks, values)
+    try:
+        return _native.merge(base, cuts, counts, ranks, values)
+    except ValueError as error:
+        raise BaseMismatch(str(error)) from None
 
 
 def _ascending(positions: Positions, numel: int) -> Positions:

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cpu/cast.hpp"
+#include "cpu/classes.hpp"
 #include "cpu/huffman.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/level.hpp"
@@ -323,6 +324,61 @@ nb::object unpack(nb::handle packed_, size_t size) {
     return out;
 }
 
+struct LentCuts : Lent {
+    explicit LentCuts(nb::handle cuts) : Lent(cuts, "cuts") { expect(UNSIGNED, 1, 1).expect_size(CUTS); }
+};
+
+// The old bits of a frame, whose positions are 32-bit.
+struct LentBase : Lent {
+    explicit LentBase(nb::handle base) : Lent(base, "base") {
+        expect(UNSIGNED, 0, 1);
+        if (length() > UINT32_MAX) throw std::invalid_argument("base: a frame has less than 2^32 elements");
+    }
+};
+
+nb::tuple split(nb::handle base_, nb::handle cuts_, nb::handle positions_, nb::handle values_) {
+    const LentBase base(base_);
+    const LentCuts cuts(cuts_);
+    const Lent positions(positions_, "positions"), values(values_, "values");
+    positions.expect(UNSIGNED, 4, 1);
+    values.expect(UNSIGNED, base.width(), 1).expect_size(positions.length());
+    const size_t K = positions.length();
+    nb::object ranks = empty(K, 4), grouped = empty(K, base.width());
+    uint32_t* to = static_cast<uint32_t*>(data_of(ranks));
+    void* bits = data_of(grouped);
+    std::vector<size_t> counts(CLASSES);
+    {
+        nb::gil_scoped_release released;
+        dcr::split(base.data<void>(), base.length(), base.width(), cuts.data<uint8_t>(), positions.data<uint32_t>(),
+                   values.data<void>(), K, to, bits, counts.data());
+    }
+    return nb::make_tuple(ranks, grouped, counts);
+}
+
+nb::tuple merge(nb::handle base_, nb::handle cuts_, const std::vector<size_t>& counts, nb::handle ranks_,
+                nb::handle values_) {
+    const LentBase base(base_);
+    const LentCuts cuts(cuts_);
+    const Lent ranks(ranks_, "ranks"), values(values_, "values");
+    size_t K = 0;
+    if (counts.size() != CLASSES) throw std::invalid_argument("counts: expected one per class");
+    for (const size_t count : counts) {
+        if (count > base.length()) throw std::invalid_argument("counts: a class has more elements than its frame");
+        K += count;
+    }
+    ranks.expect(UNSIGNED, 4, 1).expect_size(K);
+    values.expect(UNSIGNED, base.width(), 1).expect_size(K);
+    nb::object positions = empty(K, 4), merged = empty(K, base.width());
+    uint32_t* to = static_cast<uint32_t*>(data_of(positions));
+    void* bits = data_of(merged);
+    {
+        nb::gil_scoped_release released;
+        dcr::merge(base.data<void>(), base.length(), base.width(), cuts.data<uint8_t>(), counts.data(),
+                   ranks.data<uint32_t>(), values.data<void>(), to, bits);
+    }
+    return nb::make_tuple(positions, merged);
+}
+
 nb::dict features() {
     std::vector<std::string> names;
     for (const Level& level : levels()) names.emplace_back(level.name);
@@ -355,6 +411,8 @@ NB_MODULE(_native, module) {
     module.def("values_of", &dcr::bindings::values_of, "symbols"_a, "exceptions"_a, "width"_a);
     module.def("pack", &dcr::bindings::pack, "data"_a);
     module.def("unpack", &dcr::bindings::unpack, "packed"_a, "size"_a);
+    module.def("split", &dcr::bindings::split, "base"_a, "cuts"_a, "positions"_a, "values"_a);
+    module.def("merge", &dcr::bindings::merge, "base"_a, "cuts"_a, "counts"_a, "ranks"_a, "values"_a);
     module.def("features", &dcr::bindings::features);
     module.def("use_level", [](const std::string& name) { return dcr::use_level(name).name; }, "name"_a);
 }

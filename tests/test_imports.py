@@ -28,6 +28,7 @@ ROOMS = (
     "coverage",
     "views",
     "reference",
+    "classes",
     "coding",
     "kernels",
     "patch",

@@ -19,17 +19,17 @@ bool has_f16c() {
 #endif
 
 std::vector<Level> detect() {
-    std::vector<Level> found{{"portable", &PORTABLE, &PORTABLE_CODERS}};
+    std::vector<Level> found{{"portable", &PORTABLE, &PORTABLE_CODERS, &PORTABLE_CLASSERS}};
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi") || !__builtin_cpu_supports("bmi2") ||
         !has_f16c())
         return found;
-    found.push_back({"avx2", &AVX2, &AVX2_CODERS});
+    found.push_back({"avx2", &AVX2, &AVX2_CODERS, &AVX2_CLASSERS});
     // VBMI2 brings compress of 8- and 16-bit lanes: Ice Lake, Zen 4 and later.
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi2"))
-        found.push_back({"avx512", &AVX512, &AVX512_CODERS});
+        found.push_back({"avx512", &AVX512, &AVX512_CODERS, &AVX512_CLASSERS});
 #endif
     return found;
 }

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "classes.hpp"
 #include "coders.hpp"
 #include "spans.hpp"
 
@@ -13,6 +14,7 @@ struct Level {
     const char* name;
     const Spans* spans;
     const Coders* coders;
+    const Classers* classers;
 };
 
 // The levels that this machine can run, lowest first; "portable" is always there.
