@@ -114,21 +114,26 @@ class Rank:
         return self.layout
 
     async def rescan(self) -> bytes:
-        """Recompute the digest from live memory; its root, or nothing if copies of one tensor differ."""
+        """Recompute the digest from live memory; its root, or nothing if copies of one tensor differ.
+
+        Raises:
+            StorageRebound: what was read is not, or not all, what is live.
+        """
         try:
-            self._lanes = await self._run(self._loader.digest)
+            lanes: Lanes | None = await self._run(self._loader.digest)
         except DigestMismatch:
-            self._lanes = digest.zero(len(self.layout.schema.tensors))
-            return b""
-        return self.root
+            lanes = None
+        await self.require_epoch()
+        self._lanes = digest.zero(len(self.layout.schema.tensors)) if lanes is None else lanes
+        return b"" if lanes is None else self.root
 
     async def require_epoch(self) -> None:
-        """Weights still lie where they lay when the loader was bound.
+        """Weights still lie where they lay when the loader was bound, if it has been bound.
 
         Raises:
             StorageRebound: they do not.
         """
-        if await self._run(self._loader.epoch) != self._epoch:
+        if self._layout is not None and await self._run(self._loader.epoch) != self._epoch:
             raise StorageRebound("a weight was replaced or moved since the loader was bound; subscribe anew")
 
     async def prepare(self, receipt: Receipt, receive: Receive, again: AskAgain | None) -> Prepared:

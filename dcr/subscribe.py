@@ -271,8 +271,9 @@ class Subscriber:
         """Write stored versions over whatever live memory holds: an anchor, and the deltas after it."""
         began_s = time.monotonic()
         try:
+            await self._rank.require_epoch()
             links = await chain.back_from(store, identity, until=None)
-        except IncompleteError as error:
+        except (IncompleteError, StorageRebound) as error:
             return error  # nothing has been written
         if self._holds is not None:
             self._holds = None

@@ -343,6 +343,13 @@ CASES = (
         ONE,
     ),
     Case(
+        "so they do for a seed",
+        (rules.storages_stay_where_they_were_bound,),
+        (Publish(), Wait(500), Rebind(), LATER),
+        WRONG,
+        replace(BUSY, loaded=False),
+    ),
+    Case(
         "positions and bits are words of their own in a digest",
         (rules.positions_and_bits_are_words_of_their_own,),
         (*FIRST, Corrupt(at=(66 + 4 + 2,), mask=1), Kill(), LATER),

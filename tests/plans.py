@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from storms import WHATS, Fault
-from worlds import Arm, Break, Corrupt, Kill, Plan, Publish, Restart, Start, Step, Wait
+from worlds import Arm, Break, Corrupt, Kill, Plan, Publish, Rebind, Restart, Start, Step, Wait
 
 from dcr.patch import Operation
 
@@ -61,8 +61,9 @@ STEPS: Mapping[type, st.SearchStrategy[Any]] = {
     Start: st.builds(Start, ENGINES),
     Break: st.builds(Break, ENGINES, st.integers(0, 3), st.sampled_from(["", "undo", "dies"])),
     Corrupt: st.builds(Corrupt, ENGINES, SEEDS, st.sampled_from([1, 4, 100])),
+    Rebind: st.builds(Rebind, ENGINES),
 }
-ALL = (Publish, Wait, Publish, Wait, Arm, Arm, Kill, Restart, Start, Break, Corrupt)
+ALL = (Publish, Wait, Publish, Wait, Arm, Arm, Kill, Restart, Start, Break, Corrupt, Rebind)
 
 
 def steps(kinds: tuple[type, ...] = ALL) -> st.SearchStrategy[Step]:

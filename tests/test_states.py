@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from plans import plans
 from storms import Fault
-from worlds import Arm, Plan, Publish, Wait, World
+from worlds import Arm, Plan, Publish, Rebind, Wait, World
 
 EXAMPLES = max(500, settings.default.max_examples)  # 10,000 with --hypothesis-profile=long
 FOUND = {
@@ -17,6 +17,7 @@ FOUND = {
         (Publish(), Wait(6000), Arm(Fault("member", "receive", "flip", "Commit", amount=1)), Publish(), Wait(6000)),
         engines=1,
     ),
+    "a weight that is replaced before a seed": Plan((Publish(), Wait(50), Rebind(), Wait(6000)), engines=1, busy=100),
 }
 
 
