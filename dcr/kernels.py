@@ -14,7 +14,7 @@ Bytes moved, with b bytes per stored element and c after the value map:
     read       N (b + c)                  gather     K (4 + b), and each cache line touched
     compare    N (b + c) + 2 K (4 + c)    scatter    2 K (4 + b), and each cache line touched three times
     digest     N b                        digest_at  K (4 + c)
-    select     K 4 + K' 12
+    select     K 4 + K' 12              prepare    K (4 + 3 b), and each cache line touched
 
     gaps_of, positions_of    5 K          pack       2 n read, what it gives written
     symbols_of, values_of    K (1 + c)    unpack     what it takes + n
@@ -31,7 +31,7 @@ import numpy as np
 from dcr import classes, coding, reference
 from dcr.coding import Octets
 from dcr.errors import BaseMismatch, LayoutError, PayloadError
-from dcr.reference import F32_BF16, F32_F16, NONE, SOURCE_WIDTH, TARGET_WIDTH
+from dcr.reference import F32_BF16, F32_F16, NONE, OVERWRITE, SOURCE_WIDTH, STEP, TARGET_WIDTH, XOR
 from dcr.views import Bits, Lanes, Positions, Runs, Table
 
 __all__ = [
@@ -39,8 +39,11 @@ __all__ = [
     "F32_F16",
     "IMPLEMENTATION",
     "NONE",
+    "OVERWRITE",
     "SOURCE_WIDTH",
+    "STEP",
     "TARGET_WIDTH",
+    "XOR",
     "check_ascending",
     "compare",
     "describe",
@@ -51,6 +54,7 @@ __all__ = [
     "merge",
     "pack",
     "positions_of",
+    "prepare",
     "read",
     "scatter",
     "select",
@@ -123,6 +127,27 @@ def gather(table: Table, positions: Positions) -> Bits:
         return reference.gather(table, _ascending(positions, table.numel))
     try:
         return _native.gather(table.storages, table.rows, positions)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
+
+
+def prepare(
+    table: Table, keys: Lanes, positions: Positions, values: Bits, operation: int
+) -> tuple[Bits, Bits, Lanes, Lanes]:
+    """What values [K] make of the bits at the given positions, before anything is written.
+
+    operation: OVERWRITE, XOR or STEP. Returns the new and the old bits [K], and the digest sums [T, 2] of either; keys
+    [T, 2] are indexed by column TENSOR.
+
+    Raises:
+        LayoutError: as for `gather`, or `values` differ in number or width, a row names a tensor that has no key, or
+            there is no such operation.
+    """
+    if not NATIVE:
+        values = _of_size("values", values, len(positions), table.width)
+        return reference.prepare(table, keys, _ascending(positions, table.numel), values, _known(operation))
+    try:
+        return _native.prepare(table.storages, table.rows, keys, positions, values, operation)
     except ValueError as error:
         raise LayoutError(str(error)) from None
 
@@ -303,6 +328,12 @@ def _ascending(positions: Positions, numel: int) -> Positions:
     if len(positions) and (positions[-1] >= numel or not np.all(positions[1:] > positions[:-1])):
         raise LayoutError(f"positions must ascend strictly and lie below {numel}")
     return positions
+
+
+def _known(operation: int) -> int:
+    if operation not in (OVERWRITE, XOR, STEP):
+        raise LayoutError(f"no operation {operation}")
+    return operation
 
 
 def _disjoint(runs: Runs) -> Runs:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-import numpy as np
-
+from dcr import reference
 from dcr.frames import Frame
 from dcr.views import Bits, Lanes, Positions
 
@@ -20,9 +19,9 @@ from dcr.views import Bits, Lanes, Positions
 class Operation(enum.IntEnum):
     """How a change's values combine with the old bits (all modulo 2^width)."""
 
-    OVERWRITE = 0  # new = value
-    XOR = 1  # new = old ^ value
-    STEP = 2  # new = old + value
+    OVERWRITE = reference.OVERWRITE  # new = value
+    XOR = reference.XOR  # new = old ^ value
+    STEP = reference.STEP  # new = old + value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,14 +75,3 @@ def relative(patch: Patch, operation: Operation) -> Change:
     old = patch.base[patch.positions]
     values = patch.bits ^ old if operation is Operation.XOR else patch.bits - old
     return Change(operation, patch.positions, values)
-
-
-def resolve(change: Change, old: Bits) -> Bits:
-    """Absolute new bits [K] of a change, given the old bits [K] at its positions."""
-    match change.operation:
-        case Operation.XOR:
-            return np.bitwise_xor(change.values, old)
-        case Operation.STEP:
-            return np.add(change.values, old)
-        case _:
-            return change.values

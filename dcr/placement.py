@@ -17,7 +17,7 @@ from dcr import digest, kernels
 from dcr.boxes import Box
 from dcr.errors import DigestMismatch, LayoutError, ReadBackError
 from dcr.frames import Frame, Layout, Region
-from dcr.patch import Change, resolve
+from dcr.patch import Change
 from dcr.ready import Ready, Write
 from dcr.views import Bits, Lanes, Positions, Table, rows_of
 
@@ -105,8 +105,7 @@ class Placement:
 
 
 def _prepare_sparse(frame: Frame, homes: _Homes, change: Change, positions: Positions) -> Ready:
-    old = kernels.gather(homes.main, positions)
-    new = resolve(change, old)
+    new, old, new_sums, old_sums = kernels.prepare(homes.main, frame.keys, positions, change.values, change.operation)
     writes, agree = [Write(0, positions, new, old)], True
     for home, copy in enumerate(homes.copies, start=1):
         low, high = np.searchsorted(positions, [copy.first, copy.first + copy.table.numel])
@@ -114,13 +113,7 @@ def _prepare_sparse(frame: Frame, homes: _Homes, change: Change, positions: Posi
         found = kernels.gather(copy.table, local)
         agree = agree and np.array_equal(found, old[low:high])
         writes.append(Write(home, local, new[low:high], found))
-    return Ready(
-        frame.index,
-        tuple(writes),
-        kernels.digest_at(homes.main, frame.keys, positions, old),
-        kernels.digest_at(homes.main, frame.keys, positions, new),
-        agree,
-    )
+    return Ready(frame.index, tuple(writes), old_sums, new_sums, agree)
 
 
 def _prepare_dense(frame: Frame, homes: _Homes, values: Bits) -> Ready:

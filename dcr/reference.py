@@ -18,6 +18,9 @@ NONE, F32_BF16, F32_F16 = 0, 1, 2
 SOURCE_WIDTH = {NONE: None, F32_BF16: 4, F32_F16: 4}
 TARGET_WIDTH = {NONE: None, F32_BF16: 2, F32_F16: 2}
 
+# How a change's values combine with the old bits, modulo 2^width: new = value, old ^ value, old + value.
+OVERWRITE, XOR, STEP = 0, 1, 2
+
 # Odd multipliers of the digest's mixing function.
 M1, M2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 M3, M4 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -53,6 +56,26 @@ def compare(table: Table, base: Bits, kind: int = NONE) -> tuple[Positions, Bits
 def gather(table: Table, positions: Positions) -> Bits:
     """The bits [K] at the given positions."""
     return read(table)[positions]
+
+
+def resolve(values: Bits, old: Bits, operation: int) -> Bits:
+    """The new bits [K] that values [K] make of old bits [K]."""
+    match operation:
+        case 1:
+            return np.bitwise_xor(values, old)
+        case 2:
+            return np.add(values, old)
+        case _:
+            return values
+
+
+def prepare(
+    table: Table, keys: Lanes, positions: Positions, values: Bits, operation: int
+) -> tuple[Bits, Bits, Lanes, Lanes]:
+    """The new and the old bits [K] at the given positions, and the digest sums [T, 2] of either."""
+    old = gather(table, positions)
+    new = resolve(values, old, operation)
+    return new, old, digest_at(table, keys, positions, new), digest_at(table, keys, positions, old)
 
 
 def scatter(table: Table, positions: Positions, bits: Bits) -> int:

@@ -181,10 +181,34 @@ nb::object zeros(size_t T) {
     return nb::module_::import_("numpy").attr("zeros")(nb::make_tuple(T, 2), "uint64");
 }
 
-nb::object digest(nb::handle storages, nb::handle rows, nb::handle keys_, int kind) {
+nb::tuple prepare(nb::handle storages, nb::handle rows, nb::handle keys_, nb::handle positions_, nb::handle values_,
+                  int operation) {
     const LentTable lent(storages, rows);
     const LentKeys keys(keys_);
     const Table table = lent.table(Follow::BOTH, int64_t(keys.length()));
+    const Lent positions(positions_, "positions"), values(values_, "values");
+    const size_t K = positions.expect(UNSIGNED, 4, 1).length(), width = result_width(NONE, table);
+    values.expect(UNSIGNED, argument_width(NONE, table), 1).expect_size(K);
+    if (operation < int(Operation::OVERWRITE) || operation > int(Operation::STEP))
+        throw std::invalid_argument("no operation " + std::to_string(operation));
+    nb::object old = empty(K, width), now = empty(K, width);
+    nb::object old_sums = zeros(keys.length()), new_sums = zeros(keys.length());
+    void *old_data = data_of(old), *now_data = data_of(now);
+    uint64_t* old_lanes = static_cast<uint64_t*>(data_of(old_sums));
+    uint64_t* new_lanes = static_cast<uint64_t*>(data_of(new_sums));
+    {
+        nb::gil_scoped_release released;
+        check_positions(positions.data<uint32_t>(), K, table.numel);
+        dcr::prepare(table, keys.data<uint64_t>(), positions.data<uint32_t>(), values.data<void>(), K,
+                     Operation(operation), old_data, now_data, old_lanes, new_lanes);
+    }
+    return nb::make_tuple(now, old, new_sums, old_sums);
+}
+
+nb::object digest(nb::handle storages, nb::handle rows, nb::handle keys_, int kind) {
+    const LentTable lent(storages, rows);
+    const LentKeys keys(keys_);
+    const Table table = lent.table(Follow::SCAN, int64_t(keys.length()));
     check_kind(kind, table);
     nb::object sums = zeros(keys.length());
     uint64_t* data = static_cast<uint64_t*>(data_of(sums));
@@ -400,6 +424,8 @@ NB_MODULE(_native, module) {
     module.def("read", &dcr::bindings::read, "storages"_a, "rows"_a, "kind"_a);
     module.def("compare", &dcr::bindings::compare, "storages"_a, "rows"_a, "base"_a, "kind"_a);
     module.def("gather", &dcr::bindings::gather, "storages"_a, "rows"_a, "positions"_a);
+    module.def("prepare", &dcr::bindings::prepare, "storages"_a, "rows"_a, "keys"_a, "positions"_a, "values"_a,
+               "operation"_a);
     module.def("scatter", &dcr::bindings::scatter, "storages"_a, "rows"_a, "positions"_a, "bits"_a);
     module.def("digest", &dcr::bindings::digest, "storages"_a, "rows"_a, "keys"_a, "kind"_a);
     module.def("digest_at", &dcr::bindings::digest_at, "storages"_a, "rows"_a, "keys"_a, "positions"_a, "bits"_a);

@@ -21,6 +21,7 @@ from dcr.boxes import Box, Dim
 from dcr.views import UNSIGNED, Bits, Lanes, Positions, Table, rows_of
 
 WIDTHS = (1, 2, 4, 8)
+OPERATIONS = (kernels.OVERWRITE, kernels.XOR, kernels.STEP)
 CASTS = (kernels.F32_BF16, kernels.F32_F16)
 KEYS: Lanes = random_bits(1, 2 * TENSORS, 8).reshape(TENSORS, 2)
 SPECIAL_F32 = [0, 1 << 31, 1, 0x7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFC12345]
@@ -54,6 +55,12 @@ def changed(bits: Bits, positions: Positions) -> Bits:
 
 def compare_agrees(table: Table, base: Bits, kind: int = kernels.NONE) -> None:
     for found, expected in zip(kernels.compare(table, base, kind), reference.compare(table, base, kind), strict=True):
+        same(found, expected)
+
+
+def prepare_agrees(table: Table, positions: Positions, values: Bits, operation: int) -> None:
+    prepared = kernels.prepare(table, KEYS, positions, values, operation)
+    for found, expected in zip(prepared, reference.prepare(table, KEYS, positions, values, operation), strict=True):
         same(found, expected)
 
 
@@ -97,6 +104,16 @@ def test_scatter_writes_what_the_reference_writes(width: int, data: st.DataObjec
     assert kernels.scatter(table, positions, bits) == reference.scatter(twin, positions, bits) == 0
     for found, expected in zip(table.storages, twin.storages, strict=True):
         same(found, expected)
+
+
+@every_width
+@pytest.mark.parametrize("operation", OPERATIONS)
+@examples
+@given(data=st.data())
+def test_prepare_agrees(operation: int, width: int, data: st.DataObject) -> None:
+    table = data.draw(tables(width))
+    positions = data.draw(positions_in(table.numel))
+    prepare_agrees(table, positions, random_bits(7, len(positions), width), operation)
 
 
 @examples
@@ -172,6 +189,7 @@ def test_large_layouts_agree(box: Box, width: int) -> None:
     positions = np.flatnonzero(random_bits(4, table.numel, 1) < 8).astype(np.uint32)
     compare_agrees(table, changed(dense, positions))
     same(kernels.gather(table, positions), dense[positions])
+    prepare_agrees(table, positions, random_bits(6, len(positions), width), kernels.STEP)
     same(
         kernels.digest_at(table, KEYS, positions, dense[positions]),
         reference.digest_at(table, KEYS, positions, dense[positions]),
@@ -278,6 +296,39 @@ def test_scatter_counts_positions_that_another_one_overwrote() -> None:
     twice = rows_of([(0, 0, Box(0, 0, (Dim(100, 1, 1),))), (0, 0, Box(50, 0, (Dim(100, 1, 1),)))])
     table = Table((np.zeros(150, np.uint16),), twice)
     assert kernels.scatter(table, np.arange(200, dtype=np.uint32), np.arange(200, dtype=np.uint16)) == 50
+
+
+# Tables in which some elements are claimed twice, by more positions than are written before any is read back.
+SHARED = {
+    "boxes far apart in numbering": [Box(0, 0, (Dim(9000, 1, 1),)), Box(5000, 0, (Dim(9000, 1, 1),))],
+    "rows that overlap": [Box(0, 0, (Dim(9, 1000, 1000), Dim(2000, 1, 1)))],
+    "rows that come back": [Box(0, 0, (Dim(2, 0, 9000), Dim(9000, 1, 1)))],
+    "rows that overlap backwards": [Box(9000, 0, (Dim(9, -1000, 1000), Dim(2000, 1, 1)))],
+    "one box inside another's gap, and one over both": [
+        Box(0, 0, (Dim(3, 6000, 3000), Dim(3000, 1, 1))),
+        Box(3000, 0, (Dim(3000, 1, 1),)),
+        Box(2500, 0, (Dim(1000, 1, 1),)),
+    ],
+}
+
+
+@every_width
+@pytest.mark.parametrize("boxes", [pytest.param(boxes, id=name) for name, boxes in SHARED.items()])
+def test_scatter_counts_what_was_overwritten_long_after(boxes: list[Box], width: int) -> None:
+    table = Table((np.zeros(16_000, UNSIGNED[width]),), rows_of([(0, 0, box) for box in boxes]))
+    twin = Table((table.storages[0].copy(),), table.rows)
+    positions = np.arange(table.numel, dtype=np.uint32)
+    bits = random_bits(11, table.numel, width)
+    wrong = kernels.scatter(table, positions, bits)
+    assert wrong == reference.scatter(twin, positions, bits) > 0
+    same(table.storages[0], twin.storages[0])
+
+
+def test_scatter_notices_two_storages_over_the_same_memory() -> None:
+    memory = np.zeros(9000, np.uint16)
+    box = Box(0, 0, (Dim(8000, 1, 1),))
+    table = Table((memory[:8000], memory[1000:]), rows_of([(0, 0, box), (1, 0, box)]))
+    assert kernels.scatter(table, np.arange(16_000, dtype=np.uint32), np.arange(16_000, dtype=np.uint16)) == 7000
 
 
 def test_other_threads_run_while_a_kernel_does() -> None:

@@ -28,10 +28,14 @@ CALLS: dict[str, Callable[[Table], object]] = {
     "read": kernels.read,
     "compare": lambda table: kernels.compare(table, ONES),
     "gather": lambda table: kernels.gather(table, EVERY),
+    "prepare": lambda table: kernels.prepare(table, KEYS, EVERY, ONES, kernels.STEP),
     "scatter": lambda table: kernels.scatter(table, EVERY, ONES),
     "digest": lambda table: kernels.digest(table, KEYS),
     "digest_at": lambda table: kernels.digest_at(table, KEYS, EVERY, ONES),
 }
+
+
+WITH_KEYS = ("prepare", "digest", "digest_at")
 
 
 def refused(table: Table, call: Callable[[Table], object]) -> None:
@@ -100,7 +104,7 @@ def test_select_refuses_positions_that_do_not_ascend() -> None:
 
 
 @pytest.mark.parametrize("tensor", [-1, 2])
-@pytest.mark.parametrize("call", [CALLS["digest"], CALLS["digest_at"]], ids=["digest", "digest_at"])
+@pytest.mark.parametrize("call", [CALLS[name] for name in WITH_KEYS], ids=WITH_KEYS)
 def test_a_tensor_without_a_key_is_refused(call: Callable[[Table], object], tensor: int) -> None:
     table = two_rows()
     table.rows[1, TENSOR] = tensor
@@ -118,11 +122,12 @@ def test_a_tensor_without_a_key_is_refused(call: Callable[[Table], object], tens
         pytest.param(np.arange(6, dtype=np.uint32)[::2], id="not contiguous"),
     ],
 )
-@pytest.mark.parametrize("name", ["gather", "scatter", "digest_at"])
+@pytest.mark.parametrize("name", ["gather", "prepare", "scatter", "digest_at"])
 def test_positions_that_cannot_be_meant_are_refused(name: str, positions: np.ndarray) -> None:
     bits = np.ones(3, np.uint16)
     calls: dict[str, Callable[[Table], object]] = {
         "gather": lambda table: kernels.gather(table, positions),
+        "prepare": lambda table: kernels.prepare(table, KEYS, positions, bits, kernels.STEP),
         "scatter": lambda table: kernels.scatter(table, positions, bits),
         "digest_at": lambda table: kernels.digest_at(table, KEYS, positions, bits),
     }
@@ -145,6 +150,16 @@ WRONG_BITS = [
 @pytest.mark.parametrize("bits", WRONG_BITS)
 def test_scatter_refuses_bits_that_do_not_fit(bits: np.ndarray) -> None:
     refused(two_rows(), lambda table: kernels.scatter(table, EVERY, bits))
+
+
+@pytest.mark.parametrize("values", WRONG_BITS)
+def test_prepare_refuses_values_that_do_not_fit(values: np.ndarray) -> None:
+    refused(two_rows(), lambda table: kernels.prepare(table, KEYS, EVERY, values, kernels.XOR))
+
+
+@pytest.mark.parametrize("operation", [-1, 3])
+def test_prepare_refuses_an_unknown_operation(operation: int) -> None:
+    refused(two_rows(), lambda table: kernels.prepare(table, KEYS, EVERY, ONES, operation))
 
 
 @pytest.mark.parametrize("base", WRONG_BITS)

@@ -1,22 +1,13 @@
 #include <algorithm>
 
+#include "chunks.hpp"
 #include "kernels.hpp"
+#include "keys.hpp"
 #include "level.hpp"
 #include "pieces.hpp"
 
 namespace dcr {
 namespace {
-
-constexpr size_t BATCH = 256;
-
-Key key_of(const Region& region, const uint64_t* keys) {
-    return {keys[2 * region.tensor], keys[2 * region.tensor + 1]};
-}
-
-void add(const Region& region, Sums part, uint64_t* sums) {
-    sums[2 * region.tensor] += part.x;
-    sums[2 * region.tensor + 1] += part.y;
-}
 
 // Calls f(const W* elements, n, canonical index of the first) for dense pieces of runs, at most PIECE elements each.
 template <class W, class F>
@@ -65,19 +56,12 @@ template <class W>
 void digest_positions(const Table& table, const uint64_t* keys, const uint32_t* positions, const W* bits, size_t K,
                       uint64_t* sums) {
     const Span<W>& span = level().spans->of<W>();
-    uint64_t there[BATCH];
-    size_t from = 0;
-    for (const Region& region : table.regions) {
-        if (from == K) return;
-        if (positions[from] >= region.end()) continue;
-        const size_t to = region.upto(positions, from, K);
-        Locator locator(region);
-        for (size_t n; from < to; from += n) {
-            n = std::min(BATCH, to - from);
-            locator.locate(positions + from, n, nullptr, there);
-            add(region, span.digest_at(bits + from, n, there, key_of(region, keys)), sums);
-        }
-    }
+    for_indices<W>(
+        table, positions, K, [](const Chunk<W>&) {},
+        [&](const Indices& indices) {
+            const Key key = key_of(*indices.region, keys);
+            add(*indices.region, span.digest_at(bits + indices.from, indices.count, indices.there, key), sums);
+        });
 }
 
 }  // namespace

@@ -45,8 +45,16 @@ Changes compare(const Table& table, const void* base, int kind);
 // positions [K], out [K]: the bits there.                     Moves K (4 + b) + one cache line per line touched.
 void gather(const Table& table, const uint32_t* positions, size_t K, void* out);
 
+// How a change's values combine with the old bits, modulo 2^(8 b); the numbers are those of dcr/reference.py.
+enum class Operation : int { OVERWRITE = 0, XOR = 1, STEP = 2 };
+
+// positions [K], values [K]: the bits there are old [K], and what the operation makes of them is now [K]; adds the
+// digest lanes of either to sums [T, 2].                    Moves K (4 + 3 b) + one cache line per line touched.
+void prepare(const Table& table, const uint64_t* keys, const uint32_t* positions, const void* values, size_t K,
+             Operation operation, void* old, void* now, uint64_t* old_sums, uint64_t* new_sums);
+
 // positions [K], bits [K]: writes all of them, then reads all of them back; returns how many do not hold their bits.
-//                                                      Moves 2 K (4 + b) + three times one cache line per line touched.
+//                                                      Moves 2 K (4 + b) + two or three cache lines per line touched.
 size_t scatter(const Table& table, const uint32_t* positions, const void* bits, size_t K);
 
 // keys and sums [T, 2]: adds the digest lanes of all elements, after the value map.                  Moves N b.
@@ -56,8 +64,8 @@ void digest(const Table& table, const uint64_t* keys, int kind, uint64_t* sums);
 void digest_at(const Table& table, const uint64_t* keys, const uint32_t* positions, const void* bits, size_t width,
                size_t K, uint64_t* sums);
 
-// Which of ascending positions lie in some runs: for each run that has any, positions [from, to), and what their numbers
-// lose (modulo 2^32) to be counted over the runs alone.
+// Which of ascending positions lie in some runs: for each run that has any, positions [from, to), and what their
+// numbers lose (modulo 2^32) to be counted over the runs alone.
 struct Selection {
     struct Part {
         size_t from, to;
@@ -67,8 +75,8 @@ struct Selection {
     size_t size = 0;  // K'
 };
 
-// positions [K], checked; runs [R, 2] of (start, count). Throws std::invalid_argument unless runs ascend, do not overlap
-// and hold fewer than 2^32 elements.
+// positions [K], checked; runs [R, 2] of (start, count). Throws std::invalid_argument unless runs ascend, do not
+// overlap and hold fewer than 2^32 elements.
 Selection plan_selection(const uint32_t* positions, size_t K, const int64_t* runs, size_t R);
 
 // indices and local [K']: which positions are kept, and their numbers over the runs one after another.   Moves 12 K'.

@@ -1,9 +1,8 @@
 // Moves between storages and dense arrays: all elements (read), or those at given positions (gather, scatter).
 #include <atomic>
 #include <cstring>
-#include <optional>
-#include <utility>
 
+#include "chunks.hpp"
 #include "kernels.hpp"
 #include "level.hpp"
 #include "pieces.hpp"
@@ -11,75 +10,46 @@
 namespace dcr {
 namespace {
 
-// Where the elements at ascending positions lie, a batch at a time, across regions.
+// Positions that are written before they are read back: what they touch is still in L2 then.
+constexpr size_t BLOCK = 2048;
+
 template <class W>
-class Addresses {
-  public:
-    static constexpr size_t BATCH = 64;
-
-    Addresses(const Table& table, const uint32_t* positions, size_t K)
-        : region_(table.regions.data()), positions_(positions), K_(K) {}
-
-    // Writes the next addresses to out [BATCH]; returns how many, 0 at the end.
-    size_t next(W** out) {
-        size_t n = 0;
-        while (n < BATCH && from_ < K_) {
-            if (from_ == to_) enter();
-            const size_t taken = std::min(BATCH - n, to_ - from_);
-            int64_t here[BATCH];
-            locator_->locate(positions_ + from_, taken, here, nullptr);
-            for (size_t i = 0; i < taken; ++i) out[n + i] = reinterpret_cast<W*>(region_->data) + here[i];
-            n += taken;
-            from_ += taken;
-        }
-        return n;
-    }
-
-  private:
-    // Goes to the region of positions_[from_].
-    void enter() {
-        while (positions_[from_] >= region_->end()) ++region_;
-        to_ = region_->upto(positions_, from_, K_);
-        locator_.emplace(*region_);
-    }
-
-    const Region* region_;
-    const uint32_t* positions_;
-    size_t K_, from_ = 0, to_ = 0;  // positions [from_, to_) are the rest of this region's
-    std::optional<Locator> locator_;
-};
-
-// Calls f(W* element, i) for all positions in order, i counted in `positions`. While a batch is worked on, the lines
-// of the next one are on their way.
-template <class W, bool WRITE, class F>
-void for_elements(const Table& table, const uint32_t* positions, size_t K, F&& f) {
-    Addresses<W> addresses(table, positions, K);
-    W* batches[2][Addresses<W>::BATCH];
-    W **now = batches[0], **next = batches[1];
-    size_t done = 0;
-    for (size_t n = addresses.next(now); n;) {
-        const size_t following = addresses.next(next);
-        for (size_t i = 0; i < following; ++i) __builtin_prefetch(next[i], WRITE);
-        for (size_t i = 0; i < n; ++i) f(now[i], done + i);
-        done += n;
-        n = following;
-        std::swap(now, next);
-    }
+void write(const Table& table, const uint32_t* positions, const W* bits, size_t K) {
+    for_chunks<W, true>(table, positions, K, [&](const Chunk<W>& chunk) {
+        chunk.each(positions, [bits = bits + chunk.from](W& element, size_t i) { element = bits[i]; });
+    });
 }
 
 template <class W>
-size_t scatter_bits(const Table& table, const uint32_t* positions, const W* bits, size_t K) {
-    for_elements<W, true>(table, positions, K, [&](W* element, size_t i) { *element = bits[i]; });
-    // Two positions may share an element (boxes may overlap), so what was written is read only when all of it was.
-    std::atomic_signal_fence(std::memory_order_seq_cst);
+size_t count_wrong(const Table& table, const uint32_t* positions, const W* bits, size_t K) {
     size_t wrong = 0;
-    for_elements<W, false>(table, positions, K, [&](W* element, size_t i) { wrong += *element != bits[i]; });
+    for_chunks<W, false>(table, positions, K, [&](const Chunk<W>& chunk) {
+        size_t found = 0;
+        chunk.each(positions, [&](const W& element, size_t i) { found += element != bits[chunk.from + i]; });
+        wrong += found;
+    });
+    return wrong;
+}
+
+// Where two positions may share an element, nothing is read before all is written.
+template <class W>
+size_t scatter_bits(const Table& table, const uint32_t* positions, const W* bits, size_t K) {
+    const size_t block = K > BLOCK && table.is_injective() ? BLOCK : K;
+    size_t wrong = 0;
+    for (size_t from = 0; from < K; from += block) {
+        const size_t n = std::min(block, K - from);
+        write(table, positions + from, bits + from, n);
+        std::atomic_signal_fence(std::memory_order_seq_cst);
+        wrong += count_wrong(table, positions + from, bits + from, n);
+    }
     return wrong;
 }
 
 template <class W>
 void gather_bits(const Table& table, const uint32_t* positions, size_t K, W* out) {
-    for_elements<W, false>(table, positions, K, [&](W* element, size_t i) { out[i] = *element; });
+    for_chunks<W, false>(table, positions, K, [&](const Chunk<W>& chunk) {
+        chunk.each(positions, [out = out + chunk.from](const W& element, size_t i) { out[i] = element; });
+    });
 }
 
 template <class W>

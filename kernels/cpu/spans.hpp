@@ -23,6 +23,10 @@ struct Sums {
     uint64_t x = 0, y = 0;
 };
 
+struct Pair {
+    Sums old, now;
+};
+
 template <class W>
 struct Span {
     // Writes the numbers (first + i) and the new bits of all i in [0, n) with now[i] != base[i]; returns how many.
@@ -30,6 +34,8 @@ struct Span {
     // Adds up the digest lanes of n elements: canonical indices index + i * step, or indices[i].
     Sums (*digest)(const W* bits, size_t n, uint64_t index, uint64_t step, Key key);
     Sums (*digest_at)(const W* bits, size_t n, const uint64_t* indices, Key key);
+    // The same of old and new bits, which share their indices.
+    Pair (*digest_both)(const W* old, const W* now, size_t n, const uint64_t* indices, Key key);
 };
 
 struct Spans {
@@ -61,9 +67,13 @@ extern const Spans AVX2, AVX512;
 constexpr uint64_t M1 = 0x9E3779B97F4A7C15, M2 = 0xD6E8FEB86659FD93;
 constexpr uint64_t M3 = 0xBF58476D1CE4E5B9, M4 = 0x94D049BB133111EB;
 
-DCR_INLINE void mix(uint64_t index, uint64_t bits, Key key, uint64_t& x_sum, uint64_t& y_sum) {
-    uint64_t u = (index ^ key.index) * M1;
-    u ^= u >> 32;
+// The part of an element's lanes that depends on where it is, and the rest, added to sums.
+DCR_INLINE uint64_t mix_index(uint64_t index, Key key) {
+    const uint64_t u = (index ^ key.index) * M1;
+    return u ^ u >> 32;
+}
+
+DCR_INLINE void mix_bits(uint64_t u, uint64_t bits, Key key, uint64_t& x_sum, uint64_t& y_sum) {
     uint64_t x = u + (bits ^ key.bits) * M2;
     x ^= x >> 32;
     x *= M3;
@@ -77,15 +87,26 @@ DCR_INLINE void mix(uint64_t index, uint64_t bits, Key key, uint64_t& x_sum, uin
 template <class W>
 DCR_INLINE Sums digest_body(const W* bits, size_t n, uint64_t index, uint64_t step, Key key) {
     uint64_t x = 0, y = 0;
-    for (size_t i = 0; i < n; ++i, index += step) mix(index, bits[i], key, x, y);
+    for (size_t i = 0; i < n; ++i, index += step) mix_bits(mix_index(index, key), bits[i], key, x, y);
     return {x, y};
 }
 
 template <class W>
 DCR_INLINE Sums digest_at_body(const W* bits, size_t n, const uint64_t* indices, Key key) {
     uint64_t x = 0, y = 0;
-    for (size_t i = 0; i < n; ++i) mix(indices[i], bits[i], key, x, y);
+    for (size_t i = 0; i < n; ++i) mix_bits(mix_index(indices[i], key), bits[i], key, x, y);
     return {x, y};
+}
+
+template <class W>
+DCR_INLINE Pair digest_both_body(const W* old, const W* now, size_t n, const uint64_t* indices, Key key) {
+    uint64_t x = 0, y = 0, z = 0, w = 0;
+    for (size_t i = 0; i < n; ++i) {
+        const uint64_t u = mix_index(indices[i], key);
+        mix_bits(u, old[i], key, x, y);
+        mix_bits(u, now[i], key, z, w);
+    }
+    return {{x, y}, {z, w}};
 }
 
 DCR_INLINE void cast_body(const uint32_t* bits, size_t n, int kind, uint16_t* out) {

@@ -66,6 +66,11 @@ DCR_TARGET Sums digest_at(const W* bits, size_t n, const uint64_t* indices, Key 
     return digest_at_body(bits, n, indices, key);
 }
 
+template <class W>
+DCR_TARGET Pair digest_both(const W* old, const W* now, size_t n, const uint64_t* indices, Key key) {
+    return digest_both_body(old, now, n, indices, key);
+}
+
 // The machine's own conversion rounds to nearest even and keeps denormals whatever the mode bits say; only the NaNs
 // have to be replaced.
 DCR_TARGET void cast_f16(const uint32_t* bits, size_t n, uint16_t* out) {
@@ -89,7 +94,7 @@ DCR_TARGET void cast(const uint32_t* bits, size_t n, int kind, uint16_t* out) {
 }
 
 template <class W>
-constexpr Span<W> span{compare<W>, digest<W>, digest_at<W>};
+constexpr Span<W> span{compare<W>, digest<W>, digest_at<W>, digest_both<W>};
 
 }  // namespace
 

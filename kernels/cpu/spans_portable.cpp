@@ -19,10 +19,15 @@ Sums digest_at(const W* bits, size_t n, const uint64_t* indices, Key key) {
     return digest_at_body(bits, n, indices, key);
 }
 
+template <class W>
+Pair digest_both(const W* old, const W* now, size_t n, const uint64_t* indices, Key key) {
+    return digest_both_body(old, now, n, indices, key);
+}
+
 void cast(const uint32_t* bits, size_t n, int kind, uint16_t* out) { cast_body(bits, n, kind, out); }
 
 template <class W>
-constexpr Span<W> span{compare<W>, digest<W>, digest_at<W>};
+constexpr Span<W> span{compare<W>, digest<W>, digest_at<W>, digest_both<W>};
 
 }  // namespace
 

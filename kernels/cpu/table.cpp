@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace dcr {
 namespace {
@@ -61,7 +62,7 @@ Region region_of(const int64_t* row, Follow follow) {
         dims[ndim++] = {uint32_t(column[0]), follow == Follow::THERE ? 0 : column[MAX_DIMS],
                         follow == Follow::HERE ? 0 : uint64_t(column[2 * MAX_DIMS])};
     }
-    if (follow == Follow::BOTH)
+    if (follow == Follow::SCAN)
         std::stable_sort(dims, dims + ndim,
                          [](const Dim& a, const Dim& b) { return std::abs(a.here) > std::abs(b.here); });
 
@@ -115,6 +116,31 @@ Table::Table(const std::vector<Array>& storages, const int64_t* rows, size_t B, 
             throw std::invalid_argument("a table of 2^32 elements or more: positions are 32-bit, split it into frames");
     }
     numel = uint32_t(total);
+}
+
+bool Table::is_injective() const {
+    std::vector<std::pair<uintptr_t, uintptr_t>> spans;  // addresses: first byte, and the one behind the last
+    spans.reserve(regions.size());
+    for (const Region& region : regions) {
+        std::vector<std::pair<uint64_t, uint64_t>> strides(region.ndim);  // with their extents
+        uintptr_t low = uintptr_t(region.data) + uint64_t(region.here0) * width;
+        for (int d = 0; d < region.ndim; ++d) {
+            const Dim& dim = region.dims[d];
+            strides[d] = {uint64_t(std::abs(dim.here)), dim.n};
+            if (dim.here < 0) low -= strides[d].first * (dim.n - 1) * width;
+        }
+        std::sort(strides.begin(), strides.end());
+        uint64_t reach = 0;
+        for (int d = 0; d < region.ndim; ++d) {
+            if (strides[d].first <= reach && strides[d].second > 1) return false;
+            reach += strides[d].first * (strides[d].second - 1);
+        }
+        spans.push_back({low, low + (reach + 1) * width});
+    }
+    std::sort(spans.begin(), spans.end());
+    for (size_t i = 1; i < spans.size(); ++i)
+        if (spans[i].first < spans[i - 1].second) return false;
+    return true;
 }
 
 void check_positions(const uint32_t* positions, size_t K, uint32_t numel) {

@@ -57,7 +57,8 @@ struct Region {
 enum class Follow {
     HERE,   // the storage, in numbering order
     THERE,  // canonical coordinates, in numbering order
-    BOTH,   // both, in the storage's order: numbers within a region mean nothing then
+    BOTH,   // both, in numbering order
+    SCAN,   // both, in the storage's order: numbers within a region mean nothing then
 };
 
 struct Table {
@@ -70,6 +71,9 @@ struct Table {
     // is to be written is read-only, or the table holds 2^32 elements or more.
     Table(const std::vector<Array>& storages, const int64_t* rows, size_t B, Follow follow, int64_t tensors = -1,
           bool write = false);
+
+    // True if no two numbers share an element of memory. Sufficient: regions that interleave count as sharing.
+    bool is_injective() const;
 };
 
 // Walks the elements of one region in numbering order, one run (a piece of the innermost dim) at a time.
@@ -126,21 +130,28 @@ class Runs {
     uint32_t index_[MAX_DIMS] = {};
 };
 
-// Where ascending numbers of one region lie: strides of either side, one division per run that is entered.
+// Ascending numbers of one region that lie in one run: number p of the table lies at here + p * inner().here in the
+// storage and is canonical element there + p * inner().there (both modulo 2^64).
+struct Stretch {
+    size_t count;  // at least 1
+    uint64_t here, there;
+};
+
+// Where ascending numbers of one region lie, a stretch at a time: one division per run that is entered by a jump.
 class Locator {
   public:
     explicit Locator(const Region& region) : region_(region), runs_(region, 0), end_(region.inner().n) {}
 
-    // Writes the storage offset and/or canonical index (either may be null) of `count` ascending table numbers.
-    void locate(const uint32_t* positions, size_t count, int64_t* here, uint64_t* there) {
-        const Dim& inner = region_.inner();
-        for (size_t i = 0; i < count; ++i) {
-            const uint32_t number = positions[i] - region_.first;
-            if (number >= end_) enter(number);
-            const uint32_t step = number - start_;
-            if (here) here[i] = runs_.here() + int64_t(step) * inner.here;
-            if (there) there[i] = runs_.there() + uint64_t(step) * inner.there;
-        }
+    // The stretch that positions [count] start with; they ascend from call to call, too.
+    Stretch next(const uint32_t* positions, size_t count) {
+        const uint32_t first = region_.first;
+        if (positions[0] - first >= end_) enter(positions[0] - first);
+        size_t n = count;
+        if (positions[count - 1] - first >= end_)
+            for (n = 1; positions[n] - first < end_; ++n) {}
+        const uint64_t start = uint64_t(first) + start_;
+        return {n, uint64_t(runs_.here()) - start * uint64_t(region_.inner().here),
+                runs_.there() - start * region_.inner().there};
     }
 
   private:
@@ -161,6 +172,14 @@ class Locator {
     uint32_t start_ = 0;  // the number at which the present run starts
     uint64_t end_;        // and ends
 };
+
+// out [n]: start + p * stride for each position.
+inline void spread(const uint32_t* positions, size_t n, uint64_t start, uint64_t stride, uint64_t* out) {
+    if (stride == 1)
+        for (size_t i = 0; i < n; ++i) out[i] = start + positions[i];
+    else
+        for (size_t i = 0; i < n; ++i) out[i] = start + positions[i] * stride;
+}
 
 // Throws std::invalid_argument unless positions [K] ascend strictly and lie below `numel`.
 void check_positions(const uint32_t* positions, size_t K, uint32_t numel);
