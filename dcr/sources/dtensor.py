@@ -24,12 +24,11 @@ from dcr import reference
 from dcr.boxes import Box, Dim, row_major, whole
 from dcr.errors import SchemaError
 from dcr.fit import fit
-from dcr.overlap import compose
 from dcr.schema import TensorSpec
 from dcr.seams import Residual
 from dcr.sources.bits import bits_of, dtype_of, random_bits, tensor_of, wrong_bytes
 from dcr.sources.casts import Dtypes, canonical_dtype, kind, require_matches
-from dcr.sources.mapped import MappedSource, Piece, demoted, united
+from dcr.sources.mapped import MappedSource, Piece, demoted, shared, stored, united
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
 from dcr.sources.tensors import Tied, named, require_plain
@@ -71,15 +70,16 @@ def source(module: torch.nn.Module, *, dtype: Dtypes = None, group: dist.Process
     number = {spec.name: index for index, spec in enumerate(schema.tensors)}
     failed = demoted(_certify(parts), peers)
     by_name = {part.spec.name: (index, part) for index, part in enumerate(parts)}
+    pieces = [
+        Piece(number[name], local, found, part.kind)
+        for name, (local, part) in by_name.items()
+        if name not in failed
+        for box in part.boxes
+        for found in stored(part.owner.local, box)
+    ]
     return MappedSource(
         schema,
-        [
-            Piece(number[name], local, stored, part.kind)
-            for name, (local, part) in by_name.items()
-            if name not in failed
-            for box in part.boxes
-            for stored in compose(part.owner.local.box(), box)
-        ],
+        shared(pieces, schema, peers),
         lambda: [owner.local for owner in _owners(module)],
         residual=[
             _gathered(number[name], by_name[name][1] if name in by_name else None, failed[name], peers)

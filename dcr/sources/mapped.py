@@ -17,6 +17,7 @@ from dcr import coverage, reference
 from dcr.boxes import Box, Dim
 from dcr.errors import SchemaError, StorageRebound
 from dcr.frames import Shard
+from dcr.overlap import intersect
 from dcr.schema import Schema, TensorSpec
 from dcr.seams import Residual
 from dcr.sources.peers import Peers
@@ -39,19 +40,19 @@ class Piece:
 class MappedSource:
     """A `dcr.seams.Source` over the local tensors of one rank. Making one is collective.
 
-    schema: the whole model's, alike on all ranks (see `united`). pieces: all regions that this rank holds, whoever else
-    holds them too. tensors: gives the local tensors as they lie now, in an order that stays. residual: the groups
-    without a map, alike on all ranks.
+    schema: the whole model's, alike on all ranks (see `united`). owned: the regions that this rank publishes (see
+    `shared`). tensors: gives the local tensors as they lie now, in an order that stays. residual: the groups without a
+    map, alike on all ranks.
 
     Raises:
         SchemaError: ranks differ in their residual groups.
-        LayoutError: over all ranks a canonical element is held by nobody, or in regions that overlap in part.
+        LayoutError: over all ranks a canonical element is owned by nobody, or more than once.
     """
 
     def __init__(
         self,
         schema: Schema,
-        pieces: Sequence[Piece],
+        owned: Sequence[Piece],
         tensors: Callable[[], Sequence[Tied]],
         *,
         residual: Sequence[Residual] = (),
@@ -65,10 +66,8 @@ class MappedSource:
         self.schema = schema
         self.residual = tuple(residual)
         _require_agreed(residual, peers)
-        owned = list(shared(pieces, schema, peers))
         whole = [tensor for group in residual if group.owned for tensor in group.tensors]
-        mine = coverage.tally(schema, [(piece.tensor, piece.box) for piece in owned], whole)
-        coverage.require_covered(schema, peers.sum(mine))
+        coverage.require_covered(schema, covered(schema, owned, peers, whole))
         self.shards: Sequence[Shard] = [
             Shard(piece.tensor, index[piece.local], piece.box, piece.kind) for piece in owned
         ]
@@ -85,23 +84,38 @@ class MappedSource:
         return self._storages
 
 
-def shared(pieces: Sequence[Piece], schema: Schema, peers: Peers) -> Iterator[Piece]:
+def stored(local: Tied, box: Box) -> list[Box]:
+    """A box from a tensor's row-major elements, as boxes from its storage."""
+    return [found.inverted() for found in intersect(box.inverted(), local.box())]
+
+
+def covered(schema: Schema, owned: Sequence[Piece], peers: Peers, whole: Sequence[int] = ()) -> coverage.Tally:
+    """What all ranks own together; `whole`: tensors that this rank owns without a map. Collective."""
+    return peers.sum(coverage.tally(schema, [(piece.tensor, piece.box) for piece in owned], whole))
+
+
+def shared(pieces: Sequence[Piece], schema: Schema, peers: Peers) -> list[Piece]:
     """What this rank owns of the regions that it holds; each region is owned once, and bytes per rank are even.
 
     Ranks that hold the same regions cut all of those, laid end to end, into equal spans; rank by rank each owns one.
     Collective: 16 bytes per piece and rank are exchanged.
     """
-    mine = {_key(piece): piece for piece in map(_ascending, reversed(pieces)) if piece.box.numel}
+    ascending = [_ascending(piece) for piece in pieces if piece.box.numel]
+    if peers.size == 1:
+        return ascending
+    mine = {_key(piece): piece for piece in reversed(ascending)}
     holders: dict[bytes, list[int]] = defaultdict(list)
     for rank, data in enumerate(peers.gather(b"".join(mine))):
         for start in range(0, len(data), KEY_BYTES):
             holders[data[start : start + KEY_BYTES]].append(rank)
     groups: dict[tuple[int, ...], list[bytes]] = defaultdict(list)
+    owned: list[Piece] = []
     for key in mine:
         groups[tuple(holders[key])].append(key)
     for ranks, keys in groups.items():
         together = [mine[key] for key in sorted(keys, key=lambda key: (mine[key].tensor, mine[key].box.there0, key))]
-        yield from _span(together, schema, ranks.index(peers.rank), len(ranks))
+        owned += _span(together, schema, ranks.index(peers.rank), len(ranks))
+    return owned
 
 
 def _span(pieces: Sequence[Piece], schema: Schema, index: int, count: int) -> Iterator[Piece]:

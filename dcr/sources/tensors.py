@@ -6,7 +6,7 @@ of one storage are tied: they have one owner, the name that comes first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,8 +66,17 @@ def tensors_of(module: torch.nn.Module) -> list[Tied]:
     Raises:
         SchemaError: a tensor is not dense host memory of a known dtype; names it.
     """
+    return tied(named(module))
+
+
+def tied(tensors: Iterable[tuple[str, torch.Tensor, bool]]) -> list[Tied]:
+    """Named tensors (True: a parameter) with those that are one and the same region of memory put together.
+
+    Raises:
+        SchemaError: a tensor is not dense host memory of a known dtype; names it.
+    """
     groups: dict[object, tuple[list[str], torch.Tensor, bool]] = {}
-    for name, tensor, is_parameter in named(module):
+    for name, tensor, is_parameter in tensors:
         require_plain(name, tensor)
         one = Tied((name,), tensor, is_parameter)
         key: object = one.home if tensor.numel() else name

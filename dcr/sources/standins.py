@@ -1,0 +1,134 @@
+"""Stand-ins for one group of tensors: dense copies of their shapes that hold digits, or random bits, never weights.
+
+E  elements of a group, over all ranks      N  elements of an exported tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
+
+from dcr.errors import SchemaError
+from dcr.fit import HOLE, Index
+from dcr.sources.bits import random_bits, tensor_of
+from dcr.sources.tensors import Tied
+from dcr.views import Bits
+
+# Some of this rank's tensors by name in, canonical names and tensors out.
+Export = Callable[[Mapping[str, torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
+
+# How far a dtype counts exactly, where that is less far than bfloat16.
+EXACT = {"bool": 2, "int8": 128, "float8_e4m3fn": 16, "float8_e5m2": 8}
+BASE = 256
+
+
+def base_of(tensors: Iterable[Tied]) -> int:
+    """The base of digits that all of some tensors' dtypes hold exactly."""
+    return min((EXACT.get(one.dtype, BASE) for one in tensors), default=BASE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StandIns:
+    """One group on one rank.
+
+    tensors: this rank's part of the group; element 0 of tensors[i] has the number first + starts[i] in the group, of
+    which all ranks together have `total` elements. base: the digits' base, alike on all ranks.
+    """
+
+    number: int
+    tensors: Sequence[Tied]
+    export: Export
+    first: int
+    total: int
+    base: int
+    starts: Sequence[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = [one.tensor.numel() for one in self.tensors]
+        object.__setattr__(self, "starts", [0, *np.cumsum(sizes, dtype=np.int64).tolist()])
+
+    def digits(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The group with each element's number plus one, digit by digit, lowest first; so a constant 0 is no number."""
+        numbers = np.arange(self.first + 1, self.first + self.starts[-1] + 1, dtype=np.int64)
+        scale = 1
+        while scale == 1 or scale <= self.total:
+            digit = torch.from_numpy(numbers // scale % self.base)
+            yield self._named(
+                [
+                    digit[start : start + one.tensor.numel()].to(one.tensor.dtype).reshape(one.tensor.shape)
+                    for one, start in zip(self.tensors, self.starts, strict=False)
+                ]
+            )
+            scale *= self.base
+
+    def random(self, seed: int) -> tuple[list[Bits], dict[str, torch.Tensor]]:
+        """The group in random bits, as memory and as tensors over it; each rank has its own."""
+        memory = [
+            random_bits(one.tensor.numel(), one.dtype, (seed, self.first, index))
+            for index, one in enumerate(self.tensors)
+        ]
+        return memory, self._named(
+            [tensor_of(bits, one.dtype, one.tensor.shape) for bits, one in zip(memory, self.tensors, strict=True)]
+        )
+
+    def live(self) -> dict[str, torch.Tensor]:
+        """The weights themselves."""
+        return self._named([one.tensor for one in self.tensors])
+
+    def run(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Export; each canonical tensor once, plain and whole.
+
+        Raises:
+            SchemaError: the exporter failed, or gave a name twice.
+        """
+        seen: set[str] = set()
+        exported = iter(self.export(tensors))
+        while True:
+            try:
+                with torch.no_grad():
+                    name, tensor = next(exported)
+                    tensor = tensor.detach()
+                    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            except StopIteration:
+                return
+            except Exception as error:  # an exporter is somebody else's code: it may fail in any way
+                some = ", ".join(one.name for one in self.tensors[:3])
+                raise SchemaError(
+                    f"the exporter failed on the group {some}{', ...' if len(self.tensors) > 3 else ''}: "
+                    f"{type(error).__name__}: {error}; pass `groups` if it needs other tensors together"
+                ) from error
+            if name in seen:
+                raise SchemaError(f"the exporter gave {name} twice")
+            seen.add(name)
+            yield name, whole
+
+    def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor for one, tensor in zip(self.tensors, tensors, strict=True) for name in one.names}
+
+
+@dataclass(slots=True)
+class Numbers:
+    """The numbers of one exported tensor's elements, as they come in digit by digit."""
+
+    index: NDArray[np.int64]
+    sound: bool = True
+
+    def add(self, tensor: torch.Tensor, base: int, place: int) -> None:
+        """Take the digit of base^place of each element."""
+        if tensor.numel() != len(self.index) or tensor.is_complex():
+            self.sound = False
+            return
+        digit = tensor.cpu().reshape(-1).to(torch.float32).numpy()
+        self.sound = self.sound and bool(((digit >= 0) & (digit < base) & (digit == np.trunc(digit))).all())
+        if self.sound:
+            self.index += digit.astype(np.int64) * base**place
+
+    def within(self, first: int, count: int) -> Index:
+        """Where numbers are those of `count` elements from `first` on: which of them; HOLE elsewhere. Int64 [N]."""
+        own = self.index - (first + 1)
+        return np.where((own >= 0) & (own < count), own, HOLE)
