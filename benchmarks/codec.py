@@ -138,7 +138,7 @@ class Ends:
     def encoder(self, now: Sequence[Bits], codec: Codec) -> Callable[[int], tuple[Chunk, bytes] | None]:
         """What makes a chunk of one frame."""
         construct = Construct(self.baseline, self.plan, now)
-        compress = Compress(STEP, codec, Operation.STEP, ByteBudget(1 << 30))
+        compress = Compress(STEP, codec, Operation.STEP, ByteBudget(1 << 30), reads_base=True)
 
         def encode(frame: int) -> tuple[Chunk, bytes] | None:
             patch = construct.patch(frame)
@@ -149,7 +149,8 @@ class Ends:
     def prepare(self, codec: Codec, message: tuple[Chunk, bytes]) -> Ready:
         """Decode and prepare one frame."""
         chunk, body = message
-        return self.placement.prepare(chunk.frame, decode(chunk, body, self.layout, lambda _: codec))
+        unpacked = decode(chunk, body, self.layout, lambda _: codec, self.placement.read)
+        return self.placement.prepare(chunk.frame, unpacked.change)
 
 
 class Workers:

@@ -100,7 +100,7 @@ class Gaps:
 class Classes:
     """The streams of `Gaps` for each of four classes of elements, told apart by their old bits."""
 
-    name: str = "small"
+    name: str = "classes"
     needs_base: bool = True
 
     def encode(self, change: Change, numel: int, *, base: Bits) -> bytes:
@@ -138,7 +138,7 @@ class Classes:
 RAW = Raw()
 FAST = Gaps("fast", entropy=False)
 GAPS = BALANCED = Gaps("gaps", entropy=True)  # chunks carry the older name: every reader finds that one
-SMALL = Classes()
+SMALL = CLASSES = Classes()
 
 
 def decode(body: bytes, *, operation: Operation, changed: int, numel: int, width: int) -> Change:

@@ -24,13 +24,13 @@ import numpy as np
 from dcr import digest
 from dcr.budget import ByteBudget
 from dcr.errors import Fenced, NotCommittedError, RanksLost, StateError, VoteError
-from dcr.leader import COMMIT_TIMEOUT_S, Call, Leader, Outcome
+from dcr.leader import COMMIT_TIMEOUT_S, Call, Leader, Opened, Outcome
 from dcr.meeting import Ranks
 from dcr.observe import Event, Observer, Summary
 from dcr.part import Part, Shipped
 from dcr.patch import Operation
 from dcr.refit import Refit, Report
-from dcr.seams import Codec, Writer
+from dcr.seams import BasedCodec, Codec, Writer
 from dcr.stages.compress import Compress
 from dcr.views import Lanes
 from dcr.wire import ChunkRef, Head, Identity
@@ -57,7 +57,7 @@ class Flights:
         leader: Leader | None,
         head: Head,
         *,
-        codec: Codec,
+        codec: Codec | BasedCodec,
         operation: Operation,
         budget: ByteBudget,
         workers: int,
@@ -84,8 +84,8 @@ class Flights:
         began_s, received_bytes = time.monotonic(), self._ranks.received_bytes
         try:
             begun = await self._begin(refit)
-            identity = await self._open(refit, begun.base)
-            compress = self._compress(identity)
+            opened = await self._open(refit, begun.base)
+            identity, compress = opened.identity, self._compress(opened.identity, reads_base=opened.reads_base)
             shipped, captured_s, stages = await self._ship(refit, compress, begun)
             refs = [ref for one in shipped for ref in one.chunks]
             await self._seal(identity, begun.base, refs)
@@ -147,14 +147,14 @@ class Flights:
         same = all(one.base == begun[0].base for one in begun)
         return begun[0].base if same and digest.root(lanes) == self._root else None
 
-    async def _open(self, refit: Refit, base: Identity | None) -> Identity:
-        async def lead() -> Identity:
+    async def _open(self, refit: Refit, base: Identity | None) -> Opened:
+        async def lead() -> Opened:
             assert self._leader is not None
             return await self._leader.open(refit, base)
 
-        identity = await self._ranks.decide(f"open {refit.version}", lead, Identity)
+        opened = await self._ranks.decide(f"open {refit.version}", lead, Opened)
         self._emit("opened", refit.version)
-        return identity
+        return opened
 
     async def _ship(self, refit: Refit, compress: Compress, begun: Begun) -> tuple[list[Shipped], float, Summary]:
         """All ranks' chunks; what each one sent, and when this one had read its weights, and its statistics."""

@@ -38,6 +38,13 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     lost: str = ""
 
 
+class Opened(msgspec.Struct, frozen=True, array_like=True):
+    """An attempt has begun. reads_base: chunks may need their base, since every member can read it."""
+
+    identity: Identity
+    reads_base: bool
+
+
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """A version is committed. answers: what members said; oldest: the oldest version that a member holds."""
 
@@ -83,7 +90,7 @@ class Leader:
 
     # ------------------------------------------------------------------ one attempt
 
-    async def open(self, refit: Refit, base: Identity | None) -> Identity:
+    async def open(self, refit: Refit, base: Identity | None) -> Opened:
         """Begin an attempt; raises Fenced if the head is another publisher's."""
         await self.headship.require()
         head = self.headship.head
@@ -91,7 +98,7 @@ class Leader:
         self.outcome = None
         self._votes = self.roster.open(identity, base, self._quorum, refit)
         await self._open(identity, base, tuple(sorted(self._votes.electorate)))
-        return identity
+        return Opened(identity, self.roster.reads_base)
 
     async def seal(
         self, identity: Identity, base: Identity | None, refs: Sequence[ChunkRef], digests: tuple[Lanes, Lanes, Lanes]

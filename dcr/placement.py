@@ -75,6 +75,10 @@ class Placement:
             return _prepare_dense(frame, homes, change.values)
         return _prepare_sparse(frame, homes, change, change.positions)
 
+    def read(self, index: int) -> Bits:
+        """See `dcr.seams.Readable.read`."""
+        return kernels.read(self._homes[index].main)
+
     def install(self, ready: Ready) -> None:
         """See `dcr.seams.Loader.install`."""
         for write in ready.writes:

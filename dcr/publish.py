@@ -30,7 +30,7 @@ from dcr.observe import Event, Observer, ignore
 from dcr.part import Part, Plan, require_one_schema
 from dcr.patch import Operation
 from dcr.refit import Refit
-from dcr.seams import Codec, Group, Run, Source, Stage, Transport, Writer
+from dcr.seams import BasedCodec, Codec, Group, Run, Source, Stage, Transport, Writer
 from dcr.views import Lanes
 from dcr.wire import Head
 
@@ -58,7 +58,7 @@ class Publisher:
         source: Source,
         group: Any = None,
         transport: Transport | None = None,
-        codec: str | Codec = "gaps",
+        codec: str | Codec | BasedCodec = "gaps",
         operation: Operation = Operation.STEP,
         budget: ByteBudget | None = None,
         quorum: int | Literal["all"] = "all",

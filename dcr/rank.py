@@ -16,7 +16,7 @@ from dcr.errors import DigestMismatch, IncompleteError, PayloadError, Poisoned, 
 from dcr.frames import Layout
 from dcr.observe import Observer
 from dcr.pipeline import Pipeline
-from dcr.seams import Codec, Loader, Undoable
+from dcr.seams import BasedCodec, Codec, Loader, Readable, Undoable
 from dcr.stages import apply
 from dcr.stages.apply import Inspect, Prepare, Write
 from dcr.stages.compress import Decompress
@@ -43,9 +43,9 @@ class Prepared:
         return sum(ready.changed for ready in self.readies)
 
 
-def find_codec(name: str) -> Codec:
+def find_codec(name: str) -> Codec | BasedCodec:
     """An installed codec."""
-    codec: Codec = plugins.load("dcr.codecs", name)
+    codec: Codec | BasedCodec = plugins.load("dcr.codecs", name)
     return codec
 
 
@@ -63,7 +63,7 @@ class Rank:
         loader: Loader[Any],
         *,
         budget: ByteBudget,
-        codecs: Callable[[str], Codec],
+        codecs: Callable[[str], Codec | BasedCodec],
         timeout_s: float,
         workers: int,
         observe: Observer,
@@ -89,6 +89,11 @@ class Rank:
         if self._layout is None:
             raise StateError("no layout is bound yet")
         return self._layout
+
+    @property
+    def reads_base(self) -> bool:
+        """Whether chunks that need their base can be decoded here."""
+        return isinstance(self._loader, Readable)
 
     @property
     def root(self) -> bytes:
@@ -198,7 +203,8 @@ class Rank:
         return Fetch(receipt, self.layout, self._budget, receive=receive, again=again, timeout_s=self._timeout_s)
 
     def _decompress(self) -> Decompress:
-        return Decompress(self.layout, self._codecs, workers=self._workers)
+        read = self._loader.read if isinstance(self._loader, Readable) else None
+        return Decompress(self.layout, self._codecs, read, workers=self._workers)
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await anyio.to_thread.run_sync(function, *args, limiter=self._limiter)

@@ -25,6 +25,7 @@ class Roster:
         self._votes: Votes | None = None
         self._asked: tuple[Identity, Identity | None] | None = None  # the last attempt, and its base
         self._silent: set[MemberRef] = set()  # given up on, until they say something
+        self._readers: set[MemberRef] = set()  # who can decode chunks that need their base
         self._refits: dict[int, Refit] = {}  # those that a member is still to answer
         self.holds: dict[MemberRef, Identity | None] = {}  # what each member has installed, or prepared and committed
 
@@ -90,11 +91,17 @@ class Roster:
         """The oldest version that a member holds; None if no member holds any."""
         return min((held.version for held in self.holds.values() if held), default=None)
 
+    @property
+    def reads_base(self) -> bool:
+        """Whether every member can decode chunks that need their base."""
+        return self.holds.keys() <= self._readers
+
     def receive(self, message: Message) -> None:
         """Take a member's message."""
         match message.header:
-            case Join(member=member, holds=holds):
+            case Join(member=member, holds=holds, reads_base=reads_base):
                 self.holds[member] = holds
+                (self._readers.add if reads_base else self._readers.discard)(member)
                 self._emit("joined", None, member, detail=str(holds or "nothing"))
             case Leave(member=member):
                 self._leave(member)
@@ -109,6 +116,7 @@ class Roster:
     def _leave(self, member: MemberRef) -> None:
         self.holds.pop(member, None)
         self._silent.discard(member)
+        self._readers.discard(member)
         if self._votes is not None:
             self._votes.leave(member)
         for refit in self._refits.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from dcr.frames import Layout, Region, Shard
 from dcr.patch import Change, Operation
@@ -33,7 +33,7 @@ class Stage(Protocol[In, Out]):
 
 
 class Codec(Protocol):
-    """A change of one frame, to bytes and back. Pure."""
+    """A change of one frame, to bytes and back. Pure. One that needs the base is a `BasedCodec`."""
 
     @property
     def name(self) -> str:
@@ -54,6 +54,32 @@ class Codec(Protocol):
 
         Raises:
             PayloadError: the body does not decode to `changed` values within the frame.
+        """
+        ...
+
+
+class BasedCodec(Protocol):
+    """As `Codec`, for chunks that mean something only beside the frame's old bits: needs_base is True.
+
+    It is used between ends that both hold them; a frame without a base, or a dense change, goes by another codec.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs_base(self) -> bool: ...
+
+    def encode(self, change: Change, numel: int, *, base: Bits) -> bytes:
+        """Bytes of a change of a frame whose old bits are base [N]."""
+        ...
+
+    def decode(self, body: bytes, *, operation: Operation, changed: int, numel: int, width: int, base: Bits) -> Change:
+        """The inverse.
+
+        Raises:
+            PayloadError: the body does not decode to `changed` values within the frame.
+            BaseMismatch: it does not fit these old bits.
         """
         ...
 
@@ -360,6 +386,15 @@ class Loader(Protocol[Frame]):
         Raises:
             DigestMismatch: copies of one tensor differ.
         """
+        ...
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """What a loader has besides if it can read frames whole: only then do chunks reach it that need the base."""
+
+    def read(self, frame: int) -> Bits:
+        """The bits [N] of a frame in live memory, in the frame's own numbering. May run beside other calls."""
         ...
 
 

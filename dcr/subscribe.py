@@ -36,7 +36,7 @@ from dcr.errors import (
 )
 from dcr.observe import Event, Observer, ignore
 from dcr.rank import Prepared, Rank, find_codec, reader
-from dcr.seams import Codec, Link, Loader, Run, Store, Transport
+from dcr.seams import BasedCodec, Codec, Link, Loader, Run, Store, Transport
 from dcr.stages.transfer import Aborted, Superseded
 from dcr.version import Version
 from dcr.wire import Abort, Ack, Chunk, Head, Header, Identity, Join, Leave, MemberRef, Message, Nack, Open
@@ -76,7 +76,7 @@ class Subscriber:
         loader: Loader[Any],
         member: str,
         transport: Transport | None = None,
-        codecs: Callable[[str], Codec] = find_codec,
+        codecs: Callable[[str], Codec | BasedCodec] = find_codec,
         budget: ByteBudget | None = None,
         fetch_timeout_s: float = 600.0,
         workers: int = 1,
@@ -172,7 +172,7 @@ class Subscriber:
         with self._offer_to:
             try:
                 await self._recognise()
-                await self._link.send(Message(Join(self._ref, self._holds)))
+                await self._link.send(Message(Join(self._ref, self._holds, self._rank.reads_base)))
                 self._begun.set()
                 while True:
                     await self._catch_up()
@@ -299,7 +299,7 @@ class Subscriber:
         if committed is not None and committed.version >= identity.version:
             return
         if self._ref not in header.members and header.base in (None, self._holds):
-            await self._say(Join(self._ref, self._holds))  # what was said before has been lost
+            await self._say(Join(self._ref, self._holds, self._rank.reads_base))  # what was said before has been lost
         if self._holds is not None:
             self._move("opened")
         try:
@@ -451,7 +451,7 @@ class Subscriber:
         self._move("installed")
         self._emit("installed", identity.version, detail=f"{time.monotonic() - began_s:.6f} s")
         await self._say(Ack("installed", self._ref, identity, root))
-        await self._say(Join(self._ref, identity))
+        await self._say(Join(self._ref, identity, self._rank.reads_base))
 
     async def _say(self, header: Header) -> None:
         """Report what has happened; a report that does not get through does not change what has."""

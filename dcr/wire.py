@@ -55,10 +55,14 @@ class Head(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """A member asks to be part of the next version; `holds` is what it has installed."""
+    """A member asks to be part of the next version; `holds` is what it has installed.
+
+    reads_base: it can decode chunks that need the old bits of their whole frame.
+    """
 
     member: MemberRef
     holds: Identity | None
+    reads_base: bool = False
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):

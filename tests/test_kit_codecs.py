@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from bent import kit_tests
 
-from dcr.codec import FAST, GAPS, RAW
+from dcr.codec import CLASSES, FAST, GAPS, RAW
 from dcr.errors import PayloadError
 from dcr.patch import Change, Operation
 from dcr.seams import Codec
@@ -25,6 +25,10 @@ class TestRaw(CodecTests):
 
 class TestFast(CodecTests):
     codec = FAST
+
+
+class TestClasses(CodecTests):
+    codec = CLASSES
 
 
 class TestGaps(CodecTests):

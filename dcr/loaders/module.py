@@ -15,7 +15,7 @@ from dcr.patch import Change
 from dcr.placement import Place, Placement
 from dcr.ready import Ready
 from dcr.sources.tensors import Tied, require_separate, storages_of, tensors_of
-from dcr.views import Lanes
+from dcr.views import Bits, Lanes
 
 
 class ModuleLoader:
@@ -64,6 +64,10 @@ class ModuleLoader:
     def prepare(self, frame: int, change: Change) -> Ready:
         """See `dcr.seams.Loader.prepare`."""
         return self._bound.prepare(frame, change)
+
+    def read(self, frame: int) -> Bits:
+        """See `dcr.seams.Readable.read`."""
+        return self._bound.read(frame)
 
     def install(self, ready: Ready) -> None:
         """See `dcr.seams.Loader.install`."""

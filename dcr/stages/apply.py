@@ -109,7 +109,7 @@ def check_content(unpacked: Unpacked, ready: Undoable) -> None:
     chunk = unpacked.chunk
     if digest.total(ready.new_sums) == chunk.content:
         return
-    if unpacked.change.operation is Operation.OVERWRITE:
+    if unpacked.change.operation is Operation.OVERWRITE and not unpacked.from_base:
         raise PayloadError(f"{chunk.identity}: frame {chunk.frame} decodes to other bits than were sealed")
     raise BaseMismatch(f"{chunk.identity}: frame {chunk.frame} does not start from the bits that live memory holds")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -15,8 +16,12 @@ from dcr.errors import PayloadError
 from dcr.frames import Layout
 from dcr.patch import Change, Operation, Patch, relative
 from dcr.pipeline import Inbox, Outbox, serve
-from dcr.seams import Codec
+from dcr.seams import BasedCodec, Codec
+from dcr.views import Bits
 from dcr.wire import Chunk, Identity
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class Unpacked:
 
     chunk: Chunk
     change: Change
+    from_base: bool = False  # the old bits were needed to decode it
 
     @property
     def number(self) -> int:
@@ -68,18 +74,29 @@ class Unpacked:
 
 
 class Compress:
-    """Patches in, parcels out; each takes its lease here, at its worst case."""
+    """Patches in, parcels out; each takes its lease here, at its worst case.
+
+    reads_base: every receiver can decode chunks that need their base; else a codec that needs none stands in.
+    """
 
     name = "compress"
 
     def __init__(
-        self, identity: Identity, codec: Codec, operation: Operation, budget: ByteBudget, *, workers: int = 1
+        self,
+        identity: Identity,
+        codec: Codec | BasedCodec,
+        operation: Operation,
+        budget: ByteBudget,
+        *,
+        reads_base: bool = False,
+        workers: int = 1,
     ) -> None:
         self.workers = workers
         self.identity = identity
         self._codec = codec
         self._operation = operation
         self._budget = budget
+        self._reads_base = reads_base
 
     async def run(self, inbox: Inbox[Patch], outbox: Outbox[Parcel]) -> None:
         """See `dcr.seams.Stage`."""
@@ -101,27 +118,43 @@ class Compress:
     def encode(self, patch: Patch) -> tuple[Chunk, bytes]:
         """The chunk of a patch, and its body; the same bits give the same bytes, however often it is asked for."""
         change = relative(patch, self._operation)
-        body = self._codec.encode(change, patch.frame.numel)
+        name, body = self._encode(patch, change)
         content, changed = digest.total(patch.new_sums), len(change.values)
-        bound = wire.chunk_digest(patch.frame.index, self._codec.name, change.operation, changed, content, body)
-        chunk = Chunk(
-            self.identity, patch.frame.index, self._codec.name, int(change.operation), changed, bound, content
-        )
+        bound = wire.chunk_digest(patch.frame.index, name, change.operation, changed, content, body)
+        chunk = Chunk(self.identity, patch.frame.index, name, int(change.operation), changed, bound, content)
         return chunk, body
+
+    def _encode(self, patch: Patch, change: Change) -> tuple[str, bytes]:
+        """The name of the codec that was used, and the body."""
+        codec = self._codec
+        if is_based(codec):
+            if self._reads_base and patch.base is not None and change.positions is not None:
+                return codec.name, codec.encode(change, patch.frame.numel, base=patch.base)
+            codec = codecs.BALANCED
+        return codec.name, codec.encode(change, patch.frame.numel)
 
 
 class Decompress:
     """Verified parcels in, changes out; gives the lease back when the body has been read.
 
-    find: a codec by its name.
+    find: a codec by its name. read: the old bits of a frame, for chunks that need their base; None if nothing here
+    holds them.
     """
 
     name = "decompress"
 
-    def __init__(self, layout: Layout, find: Callable[[str], Codec], *, workers: int = 1) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        find: Callable[[str], Codec | BasedCodec],
+        read: Callable[[int], Bits] | None = None,
+        *,
+        workers: int = 1,
+    ) -> None:
         self.workers = workers
         self._layout = layout
         self._find = find
+        self._read = read
 
     async def run(self, inbox: Inbox[Parcel], outbox: Outbox[Unpacked]) -> None:
         """See `dcr.seams.Stage`."""
@@ -131,21 +164,41 @@ class Decompress:
         """The change in a parcel.
 
         Raises:
-            PayloadError: it does not decode, or names an operation that is not known.
+            PayloadError: it does not decode, names an operation that is not known, or needs a base that is not here.
+            BaseMismatch: it does not fit the old bits that live memory holds.
         """
         with parcel.lease:
-            return Unpacked(parcel.chunk, decode(parcel.chunk, parcel.body, self._layout, self._find))
+            return decode(parcel.chunk, parcel.body, self._layout, self._find, self._read)
 
 
-def decode(chunk: Chunk, body: bytes, layout: Layout, find: Callable[[str], Codec]) -> Change:
-    """The change that a chunk of a layout describes.
+def decode(
+    chunk: Chunk,
+    body: bytes,
+    layout: Layout,
+    find: Callable[[str], Codec | BasedCodec],
+    read: Callable[[int], Bits] | None = None,
+) -> Unpacked:
+    """The change that a chunk of a layout describes; find and read: as for `Decompress`.
 
-    Raises:
-        PayloadError: as `Decompress.decode`.
+    Raises: as `Decompress.decode`.
     """
     if chunk.operation not in set(Operation):
         raise PayloadError(f"{chunk.identity}: frame {chunk.frame} has the unknown operation {chunk.operation}")
-    frame = layout.frames[chunk.frame]
-    return find(chunk.codec).decode(
-        body, operation=Operation(chunk.operation), changed=chunk.changed, numel=frame.numel, width=frame.width
-    )
+    frame, operation, codec = layout.frames[chunk.frame], Operation(chunk.operation), find(chunk.codec)
+    numel, width = frame.numel, frame.width
+    if not is_based(codec):
+        change = codec.decode(body, operation=operation, changed=chunk.changed, numel=numel, width=width)
+        return Unpacked(chunk, change)
+    if read is None:
+        raise PayloadError(
+            f"{chunk.identity}: the codec {chunk.codec!r} needs the old bits of frame {chunk.frame}, which the loader "
+            "here cannot read whole; publish with one that needs no base, such as balanced"
+        )
+    base = read(chunk.frame)
+    change = codec.decode(body, operation=operation, changed=chunk.changed, numel=numel, width=width, base=base)
+    return Unpacked(chunk, change, from_base=True)
+
+
+def is_based(codec: Codec | BasedCodec) -> TypeIs[BasedCodec]:
+    """Whether a codec needs the old bits of the frame."""
+    return codec.needs_base

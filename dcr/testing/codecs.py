@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from dcr import codec as codecs
 from dcr import plugins
-from dcr.errors import PayloadError
+from dcr.errors import BaseMismatch, PayloadError
 from dcr.patch import Change, Operation
-from dcr.seams import Codec
+from dcr.seams import BasedCodec, Codec
+from dcr.stages.compress import is_based
 from dcr.views import UNSIGNED, Bits, Positions
 
 WIDTHS = sorted(UNSIGNED)
@@ -38,7 +39,7 @@ class CodecTests:
     False for one that is always passed as a value.
     """
 
-    codec: Codec
+    codec: Codec | BasedCodec
     registered: bool = True
 
     # ------------------------------------------------------------------ what it says of itself
@@ -143,22 +144,22 @@ class CodecTests:
     @OPERATIONS
     def test_the_same_change_gives_the_same_bytes(self, operation: Operation) -> None:
         change = scattered(operation, 2, 5000, share=0.1)
-        first = self.codec.encode(change, 5000)
-        self.codec.encode(whole(random_bits(2, 300)), 300)
-        assert self.codec.encode(change, 5000) == first, "the same change gave other bytes the second time"
+        first = self._encode(change, 5000)
+        self._encode(whole(random_bits(2, 300)), 300)
+        assert self._encode(change, 5000) == first, "the same change gave other bytes the second time"
 
     def test_threads_may_share_it(self) -> None:
         changes = [scattered(Operation.STEP, 2, 5000, share=0.1, seed=seed) for seed in range(8)]
-        alone = [self.codec.encode(change, 5000) for change in changes]
+        alone = [self._encode(change, 5000) for change in changes]
         with ThreadPoolExecutor(4) as pool:
-            together = list(pool.map(lambda change: self.codec.encode(change, 5000), changes * 4))
+            together = list(pool.map(lambda change: self._encode(change, 5000), changes * 4))
         assert together == alone * 4, "a change gave other bytes while other threads used the codec"
 
     @OPERATIONS
     def test_a_change_is_not_touched(self, operation: Operation) -> None:
         change = scattered(operation, 2, 1000, share=0.3)
         before = describe(change)
-        self.codec.encode(change, 1000)
+        self._encode(change, 1000)
         assert describe(change) == before, "encoding changed the arrays that it was given"
 
     def test_arrays_that_may_not_be_written_are_read(self) -> None:
@@ -166,7 +167,7 @@ class CodecTests:
             change.values.flags.writeable = False
             if change.positions is not None:
                 change.positions.flags.writeable = False
-            self.codec.encode(change, 1000)
+            self._encode(change, 1000)
 
     # ------------------------------------------------------------------ size
 
@@ -219,8 +220,8 @@ class CodecTests:
 
     @ALL_WIDTHS
     def test_an_empty_body_is_refused_where_something_changed(self, width: int) -> None:
-        with pytest.raises(PayloadError):
-            self.codec.decode(b"", operation=Operation.STEP, changed=3, numel=100, width=width)
+        with pytest.raises(self._refusals):
+            self._decode(b"", operation=Operation.STEP, changed=3, numel=100, width=width)
 
     @ALL_WIDTHS
     def test_random_bytes_are_refused_or_stay_within_bounds(self, width: int) -> None:
@@ -234,18 +235,16 @@ class CodecTests:
         for change, body in self._bodies(width):
             for changed in (0, len(change.values) - 1, len(change.values) + 1, 1000, 1 << 31):
                 if changed != len(change.values):
-                    with pytest.raises(PayloadError):
-                        self.codec.decode(body, operation=change.operation, changed=changed, numel=1000, width=width)
+                    with pytest.raises(self._refusals):
+                        self._decode(body, operation=change.operation, changed=changed, numel=1000, width=width)
 
     @ALL_WIDTHS
     def test_a_header_with_a_smaller_frame_is_refused(self, width: int) -> None:
         for change, body in self._bodies(width):
             last = 999 if change.positions is None else int(change.positions[-1])
             for numel in (0, 1, last):
-                with pytest.raises(PayloadError):
-                    self.codec.decode(
-                        body, operation=change.operation, changed=len(change.values), numel=numel, width=width
-                    )
+                with pytest.raises(self._refusals):
+                    self._decode(body, operation=change.operation, changed=len(change.values), numel=numel, width=width)
 
     @ALL_WIDTHS
     def test_a_header_with_another_width_is_refused_or_stays_within_bounds(self, width: int) -> None:
@@ -264,29 +263,45 @@ class CodecTests:
 
     # ------------------------------------------------------------------
 
+    @property
+    def _refusals(self) -> tuple[type[Exception], ...]:
+        """What a body that does not decode may raise."""
+        return (PayloadError, BaseMismatch) if is_based(self.codec) else (PayloadError,)
+
+    def _encode(self, change: Change, numel: int) -> bytes:
+        if is_based(self.codec):
+            return self.codec.encode(change, numel, base=old_bits(change.values.itemsize, numel))
+        return self.codec.encode(change, numel)
+
+    def _decode(self, body: bytes, *, operation: Operation, changed: int, numel: int, width: int) -> Change:
+        header: Any = {"operation": operation, "changed": changed, "numel": numel, "width": width}
+        if is_based(self.codec):
+            return self.codec.decode(body, **header, base=old_bits(width, numel))
+        return self.codec.decode(body, **header)
+
     def _require_back(self, change: Change, numel: int) -> None:
         width = change.values.itemsize
-        body = self.codec.encode(change, numel)
+        body = self._encode(change, numel)
         assert isinstance(body, bytes), f"a body is bytes, not {type(body).__name__}"
         header: Any = {"operation": change.operation, "changed": len(change.values), "numel": numel, "width": width}
         try:
-            found = self.codec.decode(body, **header)
-        except PayloadError as error:
+            found = self._decode(body, **header)
+        except self._refusals as error:
             raise AssertionError(f"it refuses what it has encoded itself: {error}") from error
         assert found.operation == change.operation, f"{change.operation!r} came back as {found.operation!r}"
         _require_equal("positions", found.positions, change.positions)
         _require_equal("values", found.values, change.values)
 
     def _require_small(self, change: Change, numel: int, width: int) -> None:
-        size, limit = len(self.codec.encode(change, numel)), codecs.worst_case_bytes(numel, width)
+        size, limit = len(self._encode(change, numel)), codecs.worst_case_bytes(numel, width)
         assert size <= limit, f"{size} bytes for {len(change.values)} of {numel} elements; the lease holds {limit}"
 
     def _require_bounded(self, body: bytes, change: Change, width: int, numel: int = 1000) -> None:
         """It is refused, or as many changes as the header says come out, ascending, within the frame."""
         changed = len(change.values)
         try:
-            found = self.codec.decode(body, operation=change.operation, changed=changed, numel=numel, width=width)
-        except PayloadError:
+            found = self._decode(body, operation=change.operation, changed=changed, numel=numel, width=width)
+        except self._refusals:
             return
         assert found.operation == change.operation
         assert found.values.dtype == UNSIGNED[width]
@@ -316,7 +331,7 @@ class CodecTests:
             sparse(Operation.OVERWRITE, width, range(0, 1000, 4), [0] * 250),
             whole(np.arange(1000).astype(UNSIGNED[width])),
         ):
-            yield change, self.codec.encode(change, 1000)
+            yield change, self._encode(change, 1000)
 
 
 # ---------------------------------------------------------------------- changes
@@ -347,6 +362,11 @@ def random_bits(width: int, count: int, seed: int = 0) -> Bits:
     """Any bits."""
     bits: Bits = np.frombuffer(np.random.default_rng(seed).bytes(width * count), UNSIGNED[width]).copy()
     return bits
+
+
+def old_bits(width: int, numel: int) -> Bits:
+    """The old bits of a frame, the same at both ends."""
+    return np.resize(random_bits(width, 4099, seed=1), numel)
 
 
 def special_patterns(width: int) -> list[int]:
