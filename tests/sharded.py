@@ -82,8 +82,8 @@ def _parallel(net: nn.Module, mesh: Any) -> None:
     parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def train(net: nn.Module, steps: int = STEPS) -> None:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
+def train(net: nn.Module, steps: int = STEPS, lr: float = 1e-2) -> None:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, foreach=False)
     for step in range(steps):
         torch.manual_seed(step)
         net(torch.randint(0, 7, (4, 5))).float().square().mean().backward()

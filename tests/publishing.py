@@ -1,0 +1,209 @@
+"""What runs on each rank in the tests of publishers in processes of their own: gloo, and a run in a directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from refits import FAST
+from sharded import Net, canonical, fsdp, train
+from torch import nn
+
+import dcr.blocking
+from dcr.errors import DcrError
+from dcr.sources import dtensor
+from dcr.sources.bits import bits_of
+from dcr.testing.faults import FaultyTransport, flip_one_chunk
+
+
+class Plain(nn.Module):
+    """An engine that holds these tensors."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            owner: nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, nn.Module())
+                owner = getattr(owner, part)
+            owner.register_buffer(last, tensor)
+
+
+class Side:
+    """One rank of a trainer: a sharded net, and its source."""
+
+    def __init__(
+        self, layout: Callable[[nn.Module], None], rows: int = 10, out: int = 5, dtype: str | None = None
+    ) -> None:
+        torch.manual_seed(0)
+        self.net = Net(rows, out, tied=False)
+        layout(self.net)
+        self.source = dtensor.source(self.net, dtype=dtype)
+        self.lead = dist.get_rank() == 0
+
+    def publisher(self, folder: Path, *, timeout_s: float = 60.0, **options: Any) -> dcr.blocking.publisher:
+        """This rank's publisher, with a group of its own."""
+        self.group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+        options = {"transport": FAST, "frame_elems": 40, **options}
+        return dcr.blocking.publisher(f"local://{folder}", source=self.source, group=self.group, **options)
+
+    @contextmanager
+    def engine(self, folder: Path) -> Iterator[Any]:
+        """On the first rank, an engine that follows the run; elsewhere nothing."""
+        if not self.lead:
+            yield None
+            return
+        specs = self.source.schema.tensors
+        self.held = Plain({one.name: torch.zeros(one.shape, dtype=getattr(torch, one.dtype)) for one in specs})
+        loader = dcr.loader("module", self.held)
+        with dcr.blocking.subscriber(f"local://{folder}", loader=loader, member="engine", transport=FAST) as versions:
+            yield versions
+
+    def full(self) -> dict[str, list[int]]:
+        """What is to be published: every whole parameter in the checkpoint's dtype. Collective."""
+        tensors = dict(self.net.named_parameters()) | dict(self.net.named_buffers())
+        return {spec.name: canonical(tensors[spec.name], spec.dtype) for spec in self.source.schema.tensors}
+
+    def differ(self, versions: Any, full: dict[str, list[int]]) -> list[str]:
+        """Install the next version on the first rank: the tensors that are not bit for bit these."""
+        if versions is None:
+            return []
+        next(versions).install()
+        held = self.held.state_dict()
+        return [name for name, bits in full.items() if bits_of(held[name]).tolist() != bits]
+
+    def collectives(self) -> list[int]:
+        """How many collectives each group but the publisher's has run."""
+        groups = [group for group in dist.distributed_c10d._world.pg_map if group is not self.group]
+        return [group._get_sequence_number_for_group() for group in groups]
+
+
+def folder() -> Path:
+    """A new folder that all ranks know."""
+    names = [tempfile.mkdtemp(prefix="dcr-") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names, src=0)
+    return Path(str(names[0]))
+
+
+def trained(layout: Callable[[nn.Module], None], rows: int, out: int, dtype: str | None = None) -> dict[str, Any]:
+    """Real steps, each published while nobody touches the weights, and followed by an engine."""
+    side, where = Side(layout, rows, out, dtype), folder()
+    differ, reports, spent = [], [], []
+    with side.publisher(where) as publisher, side.engine(where) as versions:
+        for version in (1, 2, 3):
+            publisher.captured()
+            train(side.net, steps=2, lr=1e-4)
+            before = side.collectives()
+            refit = publisher.publish(version)
+            refit.captured()
+            report = refit.committed()
+            spent.append(sum(side.collectives()) - sum(before))
+            differ += side.differ(versions, side.full())
+            reports.append((report.is_anchor, report.chunks, report.changed, report.elements))
+        gathered_bytes = report.gathered_bytes
+    owned = sum(shard.box.numel for shard in side.source.shards)
+    frames = publisher._publisher._part.baseline._frames
+    held = sum(len(bits) for bits in frames if bits is not None)
+    return {
+        "differ": differ,
+        "reports": reports,
+        "collectives": spent,
+        "gathered_bytes": gathered_bytes,
+        "owned": owned,
+        "held": held,
+    }
+
+
+def all_of(cases: dict[str, tuple[Any, ...]]) -> dict[str, dict[str, Any]]:
+    """Several layouts in one world, and a run in which things go wrong."""
+    return {name: trained(*case) for name, case in cases.items()} | {"faulty": faulty()}
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+class Failing:
+    """A stage that does something once a chunk of a version comes."""
+
+    name = "failing"
+    workers = 1
+
+    def __init__(self, version: int, act: Callable[[], None]) -> None:
+        self.version, self.act = version, act
+
+    async def run(self, inbox: Any, outbox: Any) -> None:
+        async for parcel in inbox:
+            if parcel.chunk.identity.version == self.version:
+                parcel.release()
+                self.act()
+            await outbox.send(parcel)
+
+
+def _fail() -> None:
+    raise ValueError("on purpose")
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def faulty() -> dict[str, Any]:
+    """One rank's stage fails in version 2, one rank's chunk is corrupted in version 3; then all ranks start anew."""
+    side, where, rank = Side(fsdp), folder(), dist.get_rank()
+    told, differ, again = "", [], {}
+    on_send = flip_one_chunk(3)
+    options = {"transport": FaultyTransport(FAST, on_send=on_send), "stages": [Failing(2, _fail)]} if rank == 1 else {}
+    with side.publisher(where, anchor_every=2, **options) as publisher, side.engine(where) as versions:
+        for version in (1, 2, 3, 4):
+            train(side.net, steps=1)
+            try:
+                report = publisher.publish(version).committed()
+            except (DcrError, ValueError) as error:
+                told = f"{type(error).__name__}: {error}"
+            else:
+                differ += side.differ(versions, side.full())
+                again[version] = report.sent_again
+    with side.publisher(where) as publisher, side.engine(where) as versions:
+        resumed = publisher._publisher.version
+        differ += side.differ(versions, side.full())
+        train(side.net, steps=1)
+        report = publisher.publish().committed()
+        differ += side.differ(versions, side.full())
+    return {
+        "told": told,
+        "again": again,
+        "differ": differ,
+        "resumed": resumed,
+        "goes_on_with": (report.version, report.is_anchor),
+    }
+
+
+def killed(where: str, doomed: int, silent: bool) -> None:
+    """One rank dies (or hangs) in version 2, while it ships; what the others say of it, and of the next version."""
+    side, rank = Side(fsdp), dist.get_rank()
+    stage = Failing(2, (lambda: time.sleep(60)) if silent else _die)
+    publisher = side.publisher(Path(where), timeout_s=3.0 if silent else 60.0, stages=[stage] if rank == doomed else [])
+    publisher.__enter__()
+    publisher.publish(1).committed()
+    train(side.net, steps=1)
+    said, began_s = [], time.monotonic()
+    for version in (2, 3):
+        try:
+            publisher.publish(version).committed()
+        except DcrError as error:
+            said.append(type(error).__name__)
+    record = {"said": said, "waited_s": time.monotonic() - began_s}
+    (Path(where) / f"rank-{rank}.json").write_text(json.dumps(record))
+    os._exit(0)  # torch would wait for the rank that is lost
