@@ -14,7 +14,7 @@ told of every head when it is really swapped, of weights when they are captured,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,31 +37,40 @@ class Violation(AssertionError):
 
 
 class Memory:
-    """All tensors of a module, by name, as one row of bytes; every name has its own, also where two are tied."""
+    """All tensors, by name, as one row of bytes; every name has its own, also where two are tied.
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._views: dict[str, Octets] = {
-            name: tensor.detach().view(torch.uint8).numpy().reshape(-1)
-            for name, tensor in sorted(module.state_dict().items())
-        }
-        ends = np.cumsum([view.nbytes for view in self._views.values()]).tolist()
-        self._spans = {
-            name: slice(end - view.nbytes, end) for (name, view), end in zip(self._views.items(), ends, strict=True)
-        }
+    views: those of a tensor, which make it up one after another.
+    """
+
+    def __init__(self, views: Mapping[str, Sequence[Octets]]) -> None:
+        names = sorted(views)
+        sizes = [sum(view.nbytes for view in views[name]) for name in names]
+        ends = np.cumsum(sizes).tolist()
+        self._views = [view for name in names for view in views[name]]
+        self._spans = {name: slice(end - size, end) for name, size, end in zip(names, sizes, ends, strict=True)}
+        self.nbytes = sum(sizes)
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> Memory:
+        """A module's."""
+        tensors = module.state_dict().items()
+        return cls({name: [tensor.detach().view(torch.uint8).numpy().reshape(-1)] for name, tensor in tensors})
 
     def read(self) -> Octets:
         """A copy of all bytes."""
-        return np.concatenate(list(self._views.values()))
+        return np.concatenate(self._views)
 
     def write(self, octets: Octets) -> None:
-        for name, view in self._views.items():
-            view[:] = octets[self._spans[name]]
+        first = 0
+        for view in self._views:
+            view[:] = octets[first : first + view.nbytes]
+            first += view.nbytes
 
     def of_frames(self, layout: Layout) -> list[NDArray[np.bool_]]:
         """For each frame, which bytes belong to it."""
         frames = []
         for frame in layout.frames:
-            mask = np.zeros(sum(view.nbytes for view in self._views.values()), bool)
+            mask = np.zeros(self.nbytes, bool)
             for region in frame.spec.regions:
                 spec = layout.schema.tensors[region.tensor]
                 for name in (spec.name, *spec.aliases):

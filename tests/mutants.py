@@ -60,6 +60,7 @@ ANY = replace(TWO, quorum=1)
 EMPTY = replace(ONE, loaded=False)
 BUSY = replace(ONE, busy=1000)
 LATE = replace(ONE, late=1)
+RANKS = replace(ONE, ranks=2)
 WRONG = "wrong bytes"
 NOT_COMMITTED = "is not committed"
 
@@ -334,6 +335,34 @@ CASES = (
         (*FIRST, Corrupt(at=(HEAD,)), Kill(), LATER),
         WRONG,
         ONE,
+    ),
+    Case(
+        "an installation that fails on one rank is undone on all",
+        (rules.all_ranks_are_undone,),
+        (*FIRST, Break(rank=1), at(Z, Z + 10), LATER),
+        WRONG,
+        RANKS,
+    ),
+    Case(
+        "ranks compare what they share before a write",
+        (rules.ranks_compare_what_they_share,),
+        (*FIRST, Corrupt(at=(HEAD,)), at(HEAD), LATER),
+        "the old bits read for it were rubbish",
+        RANKS,
+    ),
+    Case(
+        "ranks compare what they share in a scan",
+        (rules.ranks_compare_what_they_share,),
+        (*FIRST, Corrupt(at=(HEAD,)), Kill(), LATER),
+        WRONG,
+        RANKS,
+    ),
+    Case(
+        "what ranks share is counted once",
+        (rules.what_ranks_share_is_counted_once,),
+        FIRST,
+        "still busy",  # with seeds that never have the right digest
+        RANKS,
     ),
     Case(
         "storages stay where they were bound",

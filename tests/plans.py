@@ -59,7 +59,9 @@ STEPS: Mapping[type, st.SearchStrategy[Any]] = {
         SEEDS,
     ),
     Start: st.builds(Start, ENGINES),
-    Break: st.builds(Break, ENGINES, st.integers(0, 3), st.sampled_from(["", "undo", "dies"])),
+    Break: st.builds(
+        Break, ENGINES, st.integers(0, 3), st.sampled_from(["", "undo", "dies"]), st.sampled_from([None, 0, 1])
+    ),
     Corrupt: st.builds(Corrupt, ENGINES, SEEDS, st.sampled_from([1, 4, 100])),
     Rebind: st.builds(Rebind, ENGINES),
 }
@@ -82,6 +84,7 @@ def plans(kinds: tuple[type, ...] = ALL, **fixed: Any) -> st.SearchStrategy[Plan
         "busy": st.sampled_from([0, 0, 10, 100]),
         "codec": st.sampled_from(["raw", "gaps"]),
         "operation": st.sampled_from(Operation),
+        "ranks": st.sampled_from([1, 1, 2]),
         "quorum": st.sampled_from(["all", "all", 1]),
         "anchor_every": st.sampled_from([None, None, 1, 2]),
     }

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from switches import Switch, becomes, removed, together
 
-from dcr import chain, commit, digest, kernels, placement, reference, subscribe, wire
+from dcr import chain, commit, digest, kernels, placement, ranks, reference, subscribe, wire
 from dcr.baseline import Baseline
 from dcr.commit import MAY_SERVE, Member, Receipt, Sender, Votes
 from dcr.errors import Poisoned
@@ -26,6 +26,7 @@ from dcr.part import Part
 from dcr.placement import Placement
 from dcr.publish import Publisher
 from dcr.rank import Prepared, Rank
+from dcr.ranks import Ranks
 from dcr.stages import apply, construct
 from dcr.stages.construct import Construct, Whole
 from dcr.stages.transfer import Fetch
@@ -316,6 +317,29 @@ def copies_are_compared_in_a_scan(scan: Any) -> Any:
         return lanes
 
     return main_only
+
+
+@becomes(Ranks, "undo")
+def all_ranks_are_undone(undo: Any) -> Any:
+    def the_last(self: Ranks, ready: Any) -> None:
+        undo(self, dataclasses.replace(ready, shares=ready.shares[-1:]))
+
+    return the_last
+
+
+@becomes(ranks, "_summed")
+def ranks_compare_what_they_share(summed: Any) -> Any:
+    return lambda *args: (summed(*args)[0], True)
+
+
+@becomes(ranks, "_summed")
+def what_ranks_share_is_counted_once(summed: Any) -> Any:
+    def all_counted(parts: Any, numbers: Any, sums: Any) -> Any:
+        total = digest.zero(len(parts.layout.schema.tensors))
+        np.add.at(total, parts.tensor[np.concatenate(numbers)], np.concatenate(sums))
+        return total, summed(parts, numbers, sums)[1]
+
+    return all_counted
 
 
 storages_stay_where_they_were_bound = removed(Rank, "require_epoch")

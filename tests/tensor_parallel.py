@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ SPECS = (
     TensorSpec("g_norm", "float32", (7,)),
 )
 SCHEMA = Schema(SPECS)
+Split = Callable[[TensorSpec, int, int], list[Region]]
 
 
 def split(spec: TensorSpec, rank: int, world: int) -> list[Region]:
@@ -71,11 +72,13 @@ class Held:
 class ToyRank:
     """One rank. Memory has a pad before, between and after parts, which nobody may touch.
 
-    fail_at: the n-th frame that is installed fails after it was written; negative: none does.
+    fail_at: the n-th frame that is installed fails after it was written; negative: none does. split: what a rank holds
+    of a tensor.
     """
 
-    def __init__(self, rank: int, world: int, *, seed: int = 0) -> None:
+    def __init__(self, rank: int, world: int, *, seed: int = 0, split: Split = split) -> None:
         self.rank, self.world = rank, world
+        self.split = split
         self.rng = np.random.default_rng((seed, rank))
         self.parts: list[Held] = []
         self.memories: dict[str, np.ndarray] = {}
@@ -86,7 +89,7 @@ class ToyRank:
     def fill(self, specs: Sequence[TensorSpec], weights: dict[str, np.ndarray]) -> None:
         """The engine's own loader."""
         for spec in specs:
-            for region in split(spec, self.rank, self.world):
+            for region in self.split(spec, self.rank, self.world):
                 count = len(elements(region))
                 memory = self.rng.integers(0, 1 << 8 * spec.width, count + 5, f"u{spec.width}", endpoint=False)
                 memory[3 : 3 + count] = weights[spec.name].reshape(-1)[elements(region)]
@@ -96,7 +99,7 @@ class ToyRank:
         self.layout = layout
         self.parts = []
         for tensor, spec in enumerate(layout.schema.tensors):
-            for region in split(spec, self.rank, self.world):
+            for region in self.split(spec, self.rank, self.world):
                 if spec.name not in self.memories:
                     raise SchemaError(f"{spec.name} is published and has no place here")
                 there = elements(region)

@@ -11,7 +11,6 @@ Rules of a refit that have no code here, and so no case:
                                         believed, and a restarted trainer proves its bits or sends an anchor
     healing by a union of indices       a member without a clean base is seeded from the store
     several versions in flight          a publisher has one
-    ranks of one member                 a member has one
     casts, waived names, maps           the loaders' own tests: a digest cannot see a wrong map over equal bits
     relays, scrubbing, rollback         there are none
     one patch per frame and attempt     test_baseline.py, and "a chunk belongs to the attempt" at the other end

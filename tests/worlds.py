@@ -16,9 +16,8 @@ import anyio
 import anyio.abc
 import numpy as np
 import simulation
-import torch
+from bodies import OCTETS, Split, Whole, model, random_octets
 from history import History, Memory, Octets, Seen
-from refits import Weights
 from simulation import TICK_S
 from storms import Actor, Fault, Storm, StormyTransport
 
@@ -26,7 +25,6 @@ import dcr
 from dcr.codec import GAPS, RAW
 from dcr.errors import DcrError, ReadBackError, StateError
 from dcr.frames import Layout
-from dcr.loaders.module import ModuleLoader
 from dcr.patch import Change, Operation
 from dcr.ready import Ready
 from dcr.sources.module import ModuleSource
@@ -41,34 +39,6 @@ FETCH_TIMEOUT_S, VOTE_TIMEOUT_S = 0.3, 0.5
 SETTLED_S = 2.0  # longer than any time-out and any late message
 BOUND_S = 30.0
 MAX_ROUNDS = 60_000
-# Few patterns, so that values often come back: zeros, -0.0, a NaN payload, a denormal, by their low and high bytes.
-OCTETS = np.array([0x00, 0x80, 0x7F, 0x01], np.uint8)
-
-
-def model(octets: Octets | None = None, *, tied: bool) -> Weights:
-    """Three frames of FRAME_ELEMS: bf16 and fp32; two names of one tensor, tied at the trainer, apart at engines."""
-    embed = torch.zeros(4, dtype=torch.bfloat16)
-    tensors = {
-        "embed": embed,
-        "w": torch.zeros((5, 5), dtype=torch.bfloat16),
-        "z": torch.zeros(7),
-        "head": embed if tied else torch.zeros_like(embed),
-    }
-    module = Weights(tensors)
-    if tied:
-        module._parameters["head"] = module._parameters["embed"]
-    if octets is not None:
-        Memory(module).write(octets)
-    return module
-
-
-def random_octets(rng: np.random.Generator) -> Octets:
-    """All bytes of a model, both names of the tied tensor alike."""
-    memory = Memory(model(tied=True))
-    memory.write(OCTETS[rng.integers(0, len(OCTETS), len(memory.read()))])
-    return memory.read()
-
-
 # ---------------------------------------------------------------------- steps
 
 
@@ -109,11 +79,15 @@ class Start:
 
 @dataclass(frozen=True)
 class Break:
-    """An engine's memory fails while the n-th frame from now is written; then its undo, too, or its whole process."""
+    """An engine's memory fails while the n-th frame from now is written; then its undo, too, or its whole process.
+
+    rank: which one's it is, where an engine has several; None: the others have written as well.
+    """
 
     engine: int = 0
     frame: int = 0
     and_then: Literal["", "undo", "dies"] = ""
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +131,7 @@ class Plan:
 
     seed: of first weights, and of all delays (0: none). engines: how many there are; late ones start by a step, or at
     the end. loaded: engines begin with the trainer's weights. busy: ticks that an engine takes before it installs.
-    alike: all engines bear one name, as if one had been started again before it ended.
+    alike: all engines bear one name, as if one had been started again before it ended. ranks: of each engine.
     """
 
     steps: tuple[Step, ...]
@@ -171,6 +145,7 @@ class Plan:
     quorum: int | Literal["all"] = "all"
     anchor_every: int | None = None
     alike: bool = False
+    ranks: int = 1
 
 
 # ---------------------------------------------------------------------- engines
@@ -183,7 +158,7 @@ class Died(Exception):
 class Watched:
     """A loader whose writes the history sees, and which breaks when it is told to."""
 
-    def __init__(self, engine: Engine, loader: ModuleLoader) -> None:
+    def __init__(self, engine: Engine, loader: Any) -> None:
         self.member = engine.seen.name
         self.epoch = loader.epoch
         self._engine, self._loader = engine, loader
@@ -204,6 +179,8 @@ class Watched:
         engine.world.history.writes(engine.seen, engine.installs)
         engine.seen.stands_on |= engine.read[id(ready)][1]
         engine.seen.overlooked |= engine.seen.rubbish
+        if engine.breaks and engine.breaks[0][1] == 0 and engine.body.breaks(engine.breaks[0][0]):
+            engine.breaks.pop(0)
         self._loader.install(ready)
         if engine.breaks and engine.breaks[0][1] == 0:
             self._break(engine.breaks.pop(0)[0])
@@ -244,8 +221,9 @@ class Engine:
         self._load(name, octets)
 
     def _load(self, name: str, octets: Octets) -> None:
-        self.module = model(octets, tied=False)
-        self.seen = Seen(name, Memory(self.module))
+        self.body: Whole | Split = Whole() if self.world.plan.ranks == 1 else Split(self.world.plan.ranks)
+        self.seen = Seen(name, self.body.memory())
+        self.seen.memory.write(octets)
 
     def start(self) -> None:
         if not self.started:
@@ -269,8 +247,8 @@ class Engine:
 
     def rebind(self) -> None:
         """Give a weight another storage, which dcr may refuse to go on with."""
-        self.module._parameters["z"] = torch.nn.Parameter(self.module.z.detach().clone(), requires_grad=False)
-        self.seen.memory = Memory(self.module)
+        self.body.move()
+        self.seen.memory = self.body.memory()
         self._actor.excused = True
 
     def _unwatch(self) -> None:
@@ -298,7 +276,7 @@ class Engine:
         world, seen, actor = self.world, self.seen, self._actor
         async with dcr.subscriber(
             URL,
-            loader=Watched(self, ModuleLoader(self.module)),
+            loader=Watched(self, self.body.loader()),
             member=seen.name,
             transport=StormyTransport(world.transport, world.storm, actor),
             codecs=CODECS.__getitem__,
@@ -344,7 +322,7 @@ class Trainer:
         self.actor = Actor("publisher", name)
         self.ended = False
         self.module = model(octets, tied=True)
-        self.memory = Memory(self.module)
+        self.memory = Memory.of(self.module)
         self._scope = anyio.CancelScope()
         self._orders, self._taken = anyio.create_memory_object_stream[Publish](1000)
 
