@@ -12,7 +12,8 @@ read.
 Bytes moved, with b bytes per stored element and c after the value map:
 
     read       N (b + c)                  gather     K (4 + b), and each cache line touched
-    compare    N (b + c) + 2 K (4 + c)    scatter    2 K (4 + b), and each cache line touched three times
+    compare    N (b + c) + 2 K (4 + 2 c)  scatter    2 K (4 + b), and each cache line touched, two or three times
+    capture    as compare + K (4 + 2 c)
     digest     N b                        digest_at  K (4 + c)
     select     K 4 + K' 12              prepare    K (4 + 3 b), and each cache line touched
 
@@ -44,6 +45,7 @@ __all__ = [
     "STEP",
     "TARGET_WIDTH",
     "XOR",
+    "capture",
     "check_ascending",
     "compare",
     "describe",
@@ -113,6 +115,23 @@ def compare(table: Table, base: Bits, kind: int = NONE) -> tuple[Positions, Bits
         return reference.compare(table, _of_size("base", base, table.numel, TARGET_WIDTH[kind] or table.width), kind)
     try:
         return _native.compare(table.storages, table.rows, base, kind)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
+
+
+def capture(table: Table, keys: Lanes, base: Bits, kind: int = NONE) -> tuple[Positions, Bits, Bits, Lanes, Lanes]:
+    """What differs from base [N]: positions [K], new and old bits [K], and the digest sums [T, 2] of new and old.
+
+    The keys [T, 2] are indexed by column TENSOR. It allocates what `compare` does.
+
+    Raises:
+        LayoutError: as for `compare`, or a row names a tensor that has no key.
+    """
+    if not NATIVE:
+        base = _of_size("base", base, table.numel, TARGET_WIDTH[kind] or table.width)
+        return reference.capture(table, keys, base, kind)
+    try:
+        return _native.capture(table.storages, table.rows, keys, base, kind)
     except ValueError as error:
         raise LayoutError(str(error)) from None
 

@@ -29,7 +29,7 @@ class Patch:
     """Changed elements of one frame.
 
     positions: uint32 [K], ascending, or None when all N elements are given.
-    bits: absolute new bits [K] (or [N]).
+    bits: absolute new bits [K] (or [N]). old: the bits before them [K]; None without a base, or where all N are given.
     base: the frame's old bits [N], borrowed from the baseline, valid until the commit; None if there are none.
     changed: K, also when all N are given.
     old_sums, new_sums: digest sums [tensors of the frame, 2] over the elements that are given; the old ones are zero
@@ -43,6 +43,7 @@ class Patch:
     changed: int
     old_sums: Lanes
     new_sums: Lanes
+    old: Bits | None = None
 
     @property
     def number(self) -> int:
@@ -56,7 +57,7 @@ class Patch:
     @property
     def nbytes(self) -> int:
         """Host memory held for this patch, in bytes."""
-        return self.bits.nbytes + (0 if self.positions is None else self.positions.nbytes)
+        return sum(array.nbytes for array in (self.bits, self.positions, self.old) if array is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,9 +70,8 @@ class Change:
 
 
 def relative(patch: Patch, operation: Operation) -> Change:
-    """A patch as values to send; a patch without a base, or a dense one, can only overwrite."""
-    if patch.base is None or patch.positions is None or operation is Operation.OVERWRITE:
+    """A patch as values to send; a patch without old bits, a dense one among them, can only overwrite."""
+    if patch.old is None or operation is Operation.OVERWRITE:
         return Change(Operation.OVERWRITE, patch.positions, patch.bits)
-    old = patch.base[patch.positions]
-    values = patch.bits ^ old if operation is Operation.XOR else patch.bits - old
+    values = patch.bits ^ patch.old if operation is Operation.XOR else patch.bits - patch.old
     return Change(operation, patch.positions, values)

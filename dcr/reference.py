@@ -53,6 +53,13 @@ def compare(table: Table, base: Bits, kind: int = NONE) -> tuple[Positions, Bits
     return positions, new[positions]
 
 
+def capture(table: Table, keys: Lanes, base: Bits, kind: int = NONE) -> tuple[Positions, Bits, Bits, Lanes, Lanes]:
+    """What `compare` finds, the old bits [K], and the digest sums [T, 2] of the new and of the old ones."""
+    positions, new = compare(table, base, kind)
+    old = base[positions]
+    return positions, new, old, digest_at(table, keys, positions, new), digest_at(table, keys, positions, old)
+
+
 def gather(table: Table, positions: Positions) -> Bits:
     """The bits [K] at the given positions."""
     return read(table)[positions]

@@ -126,26 +126,34 @@ nb::object read(nb::handle storages, nb::handle rows, int kind) {
     return out;
 }
 
-nb::tuple compare(nb::handle storages, nb::handle rows, nb::handle base_, int kind) {
-    const LentTable lent(storages, rows);
-    const Table table = lent.table(Follow::HERE);
-    check_kind(kind, table);
-    const size_t width = result_width(kind, table);
-    const Lent base(base_, "base");
-    base.expect(UNSIGNED, argument_width(kind, table), 1).expect_size(table.numel);
-    Changes found(width);
-    {
+// What differs from a base: positions, new bits, old bits.
+struct Compared {
+    nb::object positions, bits, old;
+    size_t size;
+
+    Compared(const LentTable& lent, nb::handle base_, int kind) {
+        const Table table = lent.table(Follow::HERE);
+        check_kind(kind, table);
+        const size_t width = result_width(kind, table);
+        const Lent base(base_, "base");
+        base.expect(UNSIGNED, argument_width(kind, table), 1).expect_size(table.numel);
+        Changes found(width);
+        {
+            nb::gil_scoped_release released;
+            found = dcr::compare(table, base.data<void>(), kind);
+        }
+        size = found.size();
+        positions = empty(size, 4), bits = empty(size, width), old = empty(size, width);
+        uint32_t* positions_data = static_cast<uint32_t*>(data_of(positions));
+        void *bits_data = data_of(bits), *old_data = data_of(old);
         nb::gil_scoped_release released;
-        found = dcr::compare(table, base.data<void>(), kind);
+        found.take(positions_data, bits_data, old_data);
     }
-    nb::object positions = empty(found.size(), 4), bits = empty(found.size(), width);
-    uint32_t* positions_data = static_cast<uint32_t*>(data_of(positions));
-    void* bits_data = data_of(bits);
-    {
-        nb::gil_scoped_release released;
-        found.take(positions_data, bits_data);
-    }
-    return nb::make_tuple(positions, bits);
+};
+
+nb::tuple compare(nb::handle storages, nb::handle rows, nb::handle base, int kind) {
+    const Compared found(LentTable(storages, rows), base, kind);
+    return nb::make_tuple(found.positions, found.bits);
 }
 
 nb::object gather(nb::handle storages, nb::handle rows, nb::handle positions_) {
@@ -203,6 +211,24 @@ nb::tuple prepare(nb::handle storages, nb::handle rows, nb::handle keys_, nb::ha
                      Operation(operation), old_data, now_data, old_lanes, new_lanes);
     }
     return nb::make_tuple(now, old, new_sums, old_sums);
+}
+
+nb::tuple capture(nb::handle storages, nb::handle rows, nb::handle keys_, nb::handle base, int kind) {
+    const LentTable lent(storages, rows);
+    const LentKeys keys(keys_);
+    const Table table = lent.table(Follow::THERE, int64_t(keys.length()));
+    const Compared found(lent, base, kind);
+    nb::object new_sums = zeros(keys.length()), old_sums = zeros(keys.length());
+    uint64_t* new_lanes = static_cast<uint64_t*>(data_of(new_sums));
+    uint64_t* old_lanes = static_cast<uint64_t*>(data_of(old_sums));
+    const uint32_t* positions = static_cast<const uint32_t*>(data_of(found.positions));
+    const void *bits = data_of(found.bits), *old = data_of(found.old);
+    {
+        nb::gil_scoped_release released;
+        digest_both(table, keys.data<uint64_t>(), positions, old, bits, result_width(kind, table), found.size, old_lanes,
+                    new_lanes);
+    }
+    return nb::make_tuple(found.positions, found.bits, found.old, new_sums, old_sums);
 }
 
 nb::object digest(nb::handle storages, nb::handle rows, nb::handle keys_, int kind) {
@@ -423,6 +449,7 @@ nb::dict features() {
 NB_MODULE(_native, module) {
     module.def("read", &dcr::bindings::read, "storages"_a, "rows"_a, "kind"_a);
     module.def("compare", &dcr::bindings::compare, "storages"_a, "rows"_a, "base"_a, "kind"_a);
+    module.def("capture", &dcr::bindings::capture, "storages"_a, "rows"_a, "keys"_a, "base"_a, "kind"_a);
     module.def("gather", &dcr::bindings::gather, "storages"_a, "rows"_a, "positions"_a);
     module.def("prepare", &dcr::bindings::prepare, "storages"_a, "rows"_a, "keys"_a, "positions"_a, "values"_a,
                "operation"_a);

@@ -27,6 +27,7 @@ ONES = np.ones(12, np.uint16)
 CALLS: dict[str, Callable[[Table], object]] = {
     "read": kernels.read,
     "compare": lambda table: kernels.compare(table, ONES),
+    "capture": lambda table: kernels.capture(table, KEYS, ONES),
     "gather": lambda table: kernels.gather(table, EVERY),
     "prepare": lambda table: kernels.prepare(table, KEYS, EVERY, ONES, kernels.STEP),
     "scatter": lambda table: kernels.scatter(table, EVERY, ONES),
@@ -35,7 +36,7 @@ CALLS: dict[str, Callable[[Table], object]] = {
 }
 
 
-WITH_KEYS = ("prepare", "digest", "digest_at")
+WITH_KEYS = ("capture", "prepare", "digest", "digest_at")
 
 
 def refused(table: Table, call: Callable[[Table], object]) -> None:
@@ -165,6 +166,7 @@ def test_prepare_refuses_an_unknown_operation(operation: int) -> None:
 @pytest.mark.parametrize("base", WRONG_BITS)
 def test_compare_refuses_a_base_that_does_not_fit(base: np.ndarray) -> None:
     refused(two_rows(), lambda table: kernels.compare(table, base))
+    refused(two_rows(), lambda table: kernels.capture(table, KEYS, base))
 
 
 def test_scatter_refuses_a_read_only_storage_behind_a_writeable_one() -> None:

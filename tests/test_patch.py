@@ -28,7 +28,8 @@ def patch(
 ) -> Patch:
     numel = len(bits) if base is None else len(base)
     taken = None if positions is None else np.array(positions, np.uint32)
-    return Patch(frame(numel, width), taken, np.array(bits, UNSIGNED[width]), base, len(bits), SUMS, SUMS)
+    old = None if base is None or taken is None else base[taken]
+    return Patch(frame(numel, width), taken, np.array(bits, UNSIGNED[width]), base, len(bits), SUMS, SUMS, old)
 
 
 @settings(deadline=None, max_examples=100)
@@ -77,8 +78,8 @@ def test_making_a_change_leaves_patch_and_base_as_they_are() -> None:
     assert (base.tolist(), one.bits.tolist()) == ([10, 20], [25])
 
 
-def test_a_patch_counts_positions_and_bits_but_not_its_borrowed_base() -> None:
-    assert patch(np.zeros(100, np.uint16), [3, 4], [1, 2]).nbytes == 2 * 4 + 2 * 2
+def test_a_patch_counts_positions_and_both_bits_but_not_its_borrowed_base() -> None:
+    assert patch(np.zeros(100, np.uint16), [3, 4], [1, 2]).nbytes == 2 * 4 + 2 * (2 + 2)
 
 
 def test_a_dense_patch_counts_its_bits() -> None:

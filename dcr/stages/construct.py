@@ -170,17 +170,14 @@ def _whole(frame: Frame, bits: Bits) -> Patch:
 
 
 def _delta(frame: Frame, table: Table, kind: int, base: Bits) -> Patch | None:
-    positions, bits = kernels.compare(table, base, kind)
+    positions, bits, old, new_sums, old_sums = kernels.capture(table, frame.keys, base, kind)
     if not len(positions):
         return None
-    canonical = canonical_table(frame, base)
     if positions.nbytes + bits.nbytes < base.nbytes:
-        old_sums = kernels.digest_at(canonical, frame.keys, positions, base[positions])
-        new_sums = kernels.digest_at(canonical, frame.keys, positions, bits)
-        return Patch(frame, positions, bits, base, len(positions), old_sums, new_sums)
+        return Patch(frame, positions, bits, base, len(positions), old_sums, new_sums, old)
     dense = base.copy()
     dense[positions] = bits
-    old_sums = kernels.digest(canonical, frame.keys)
+    old_sums = kernels.digest(canonical_table(frame, base), frame.keys)
     new_sums = kernels.digest(canonical_table(frame, dense), frame.keys)
     return Patch(frame, None, dense, base, len(positions), old_sums, new_sums)
 

@@ -14,7 +14,11 @@ constexpr size_t BLOCK = 16 * PIECE;
 template <class W>
 void compare_piece(const Span<W>& span, const W* now, const W* base, uint32_t first, uint32_t n, Changes& found) {
     found.reserve(n);
-    found.added(span.compare(now, base + first, n, first, found.positions(), static_cast<W*>(found.bits())));
+    const uint32_t* positions = found.positions();
+    W* old = static_cast<W*>(found.old());
+    const size_t count = span.compare(now, base + first, n, first, found.positions(), static_cast<W*>(found.bits()));
+    for (size_t i = 0; i < count; ++i) old[i] = base[positions[i]];
+    found.added(count);
 }
 
 template <class W>
@@ -40,21 +44,23 @@ void compare_cast(const Table& table, const uint16_t* base, int kind, Changes& f
 
 void Changes::reserve(size_t n) {
     if (!blocks_.empty() && BLOCK - blocks_.back().used >= n) return;
-    blocks_.push_back({std::unique_ptr<uint32_t[]>(new uint32_t[BLOCK + SLACK]),
-                       std::unique_ptr<char[]>(new char[(BLOCK + SLACK) * width_]), 0});
+    const auto bytes = [&] { return std::unique_ptr<char[]>(new char[(BLOCK + SLACK) * width_]); };
+    blocks_.push_back({std::unique_ptr<uint32_t[]>(new uint32_t[BLOCK + SLACK]), bytes(), bytes(), 0});
 }
 
 uint32_t* Changes::positions() const { return blocks_.back().positions.get() + blocks_.back().used; }
 
 void* Changes::bits() const { return blocks_.back().bits.get() + blocks_.back().used * width_; }
 
-void Changes::take(uint32_t* positions, void* bits) {
-    char* out = static_cast<char*>(bits);
+void* Changes::old() const { return blocks_.back().old.get() + blocks_.back().used * width_; }
+
+void Changes::take(uint32_t* positions, void* bits, void* old) {
+    size_t taken = 0;
     for (Block& block : blocks_) {
-        std::memcpy(positions, block.positions.get(), block.used * sizeof(uint32_t));
-        std::memcpy(out, block.bits.get(), block.used * width_);
-        positions += block.used;
-        out += block.used * width_;
+        std::memcpy(positions + taken, block.positions.get(), block.used * sizeof(uint32_t));
+        std::memcpy(static_cast<char*>(bits) + taken * width_, block.bits.get(), block.used * width_);
+        std::memcpy(static_cast<char*>(old) + taken * width_, block.old.get(), block.used * width_);
+        taken += block.used;
         block = {};
     }
     blocks_.clear();

@@ -64,6 +64,20 @@ void digest_positions(const Table& table, const uint64_t* keys, const uint32_t* 
         });
 }
 
+template <class W>
+void digest_positions(const Table& table, const uint64_t* keys, const uint32_t* positions, const W* old, const W* now,
+                      size_t K, uint64_t* old_sums, uint64_t* new_sums) {
+    const Span<W>& span = level().spans->of<W>();
+    for_indices<W>(
+        table, positions, K, [](const Chunk<W>&) {},
+        [&](const Indices& indices) {
+            const Pair sums = span.digest_both(old + indices.from, now + indices.from, indices.count, indices.there,
+                                               key_of(*indices.region, keys));
+            add(*indices.region, sums.old, old_sums);
+            add(*indices.region, sums.now, new_sums);
+        });
+}
+
 }  // namespace
 
 void digest(const Table& table, const uint64_t* keys, int kind, uint64_t* sums) {
@@ -75,6 +89,15 @@ void digest_at(const Table& table, const uint64_t* keys, const uint32_t* positio
                size_t K, uint64_t* sums) {
     with_width(width, [&](auto zero) {
         digest_positions(table, keys, positions, static_cast<const decltype(zero)*>(bits), K, sums);
+    });
+}
+
+void digest_both(const Table& table, const uint64_t* keys, const uint32_t* positions, const void* old, const void* now,
+                 size_t width, size_t K, uint64_t* old_sums, uint64_t* new_sums) {
+    with_width(width, [&](auto zero) {
+        using W = decltype(zero);
+        digest_positions(table, keys, positions, static_cast<const W*>(old), static_cast<const W*>(now), K, old_sums,
+                         new_sums);
     });
 }
 

@@ -13,7 +13,7 @@ namespace dcr {
 // out [N], c bytes each: the table's elements, dense.                           Moves N b (read) + N c (written).
 void read(const Table& table, int kind, void* out);
 
-// What `compare` found, before K is known: blocks of positions and bits that fill up one after another.
+// What `compare` found, before K is known: blocks of positions, new and old bits that fill up one after another.
 class Changes {
   public:
     explicit Changes(size_t width) : width_(width) {}
@@ -22,16 +22,17 @@ class Changes {
     void reserve(size_t n);
     uint32_t* positions() const;
     void* bits() const;
+    void* old() const;
     void added(size_t count) { blocks_.back().used += count; size_ += count; }
 
     size_t size() const { return size_; }  // K
-    // Copies to positions [K] and bits [K], freeing each block once it is copied.
-    void take(uint32_t* positions, void* bits);
+    // Copies to positions [K], bits [K] and old [K], freeing each block once it is copied.
+    void take(uint32_t* positions, void* bits, void* old);
 
   private:
     struct Block {
         std::unique_ptr<uint32_t[]> positions;
-        std::unique_ptr<char[]> bits;
+        std::unique_ptr<char[]> bits, old;
         size_t used;
     };
     size_t width_;
@@ -39,7 +40,7 @@ class Changes {
     std::vector<Block> blocks_;
 };
 
-// base [N], c bytes each: what differs from it.                                 Moves N (b + c) + 2 K (4 + c).
+// base [N], c bytes each: what differs from it.                                 Moves N (b + c) + 2 K (4 + 2 c).
 Changes compare(const Table& table, const void* base, int kind);
 
 // positions [K], out [K]: the bits there.                     Moves K (4 + b) + one cache line per line touched.
@@ -63,6 +64,10 @@ void digest(const Table& table, const uint64_t* keys, int kind, uint64_t* sums);
 // The same over positions [K], as if they held bits [K] of `width` bytes; no storage is read.       Moves K (4 + width).
 void digest_at(const Table& table, const uint64_t* keys, const uint32_t* positions, const void* bits, size_t width,
                size_t K, uint64_t* sums);
+
+// Of old and new bits at the same positions.                                        Moves K (4 + 2 width).
+void digest_both(const Table& table, const uint64_t* keys, const uint32_t* positions, const void* old, const void* now,
+                 size_t width, size_t K, uint64_t* old_sums, uint64_t* new_sums);
 
 // Which of ascending positions lie in some runs: for each run that has any, positions [from, to), and what their
 // numbers lose (modulo 2^32) to be counted over the runs alone.
