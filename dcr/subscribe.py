@@ -111,7 +111,7 @@ class Subscriber:
     @property
     def may_serve(self) -> bool:
         """True if live memory holds exactly one committed version."""
-        return self._state in MAY_SERVE
+        return self._state in MAY_SERVE and not isinstance(self._error, StorageRebound)
 
     def __aiter__(self) -> Subscriber:
         return self
@@ -419,6 +419,8 @@ class Subscriber:
                 await version.wanted()
                 error = await install()
                 version.answer(error)
+                if isinstance(error, StorageRebound):
+                    raise error  # nothing that this subscriber knows is true any more
                 if self._state is Member.POISONED or isinstance(error, IncompleteError):
                     break  # it is offered again, or a newer one instead
         finally:

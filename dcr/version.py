@@ -44,7 +44,7 @@ class Version:
         Raises:
             ReadBackError: memory did not keep what was written; it was undone, the version before still serves.
             Poisoned: live memory may hold half a version: do not serve; the next version offered seeds it anew.
-            StorageRebound: a weight was replaced since it was bound; nothing was written.
+            StorageRebound: a weight was replaced since it was bound: do not serve; subscribe anew.
             StateError: it is installed already, or the subscriber was closed.
         """
         if self.installed or self._wanted.is_set():

@@ -18,7 +18,7 @@ from refits import Weights, random_bits, set_bits
 from dcr import reference, workers
 from dcr.errors import ReadBackError, SchemaError
 from dcr.frames import Frame, Layout, Region
-from dcr.patch import Change, resolve
+from dcr.patch import Change
 from dcr.ready import Ready, Write
 from dcr.schema import Schema, TensorSpec, keys
 from dcr.views import Lanes, box_of
@@ -123,7 +123,7 @@ class ToyRank:
             mine = (tensor[positions] == held.region.tensor) & (held.there[here] == there[positions])
             at = held.here[here[mine]].astype(np.uint32)
             old = held.memory[at].copy()
-            new = resolve(Change(change.operation, None, change.values[mine]), old)
+            new = reference.resolve(change.values[mine], old, change.operation)
             writes.append(Write(number, at, new, old))
             parts.append(number)
             old_sums.append(self._sum(held.region.tensor, there[positions][mine], old))

@@ -17,6 +17,16 @@ FOUND = {
         (Publish(), Wait(6000), Arm(Fault("member", "receive", "flip", "Commit", amount=1)), Publish(), Wait(6000)),
         engines=1,
     ),
+    "a weight that is replaced during a seed": Plan(
+        (
+            Arm(Fault("member", "store", "stall", "Chunk", 2, 2500)),
+            Publish(),
+            Wait(2000),
+            Rebind(),
+            Wait(6000),
+        ),
+        engines=1,
+    ),
     "a weight that is replaced before a seed": Plan((Publish(), Wait(50), Rebind(), Wait(6000)), engines=1, busy=100),
 }
 
