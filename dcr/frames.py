@@ -231,11 +231,12 @@ def _bind(index: int, spec: FrameSpec, schema: Schema, all_keys: Lanes) -> Frame
             raise LayoutError(f"frame {index}: tensor {region.tensor} is not in the schema")
         tensor, box = schema.tensors[region.tensor], region.box(first)
         low, high = box.there_bounds
-        fits = low >= 0 and high < tensor.numel and box.numel <= tensor.numel and all(n > 0 for n, _ in region.dims)
+        room, numel = tensor.numel, box.numel
+        fits = low >= 0 and high < room and numel <= room and all(n > 0 for n, _ in region.dims)
         if tensor.dtype != spec.dtype or not fits:
             raise LayoutError(f"frame {index}: a region does not fit {tensor.name} ({tensor.dtype}, {tensor.numel})")
         entries.append((0, local[region.tensor], box))
-        first += box.numel
+        first += numel
         if first >= 1 << 32:
             raise LayoutError(f"frame {index} has 2^32 elements or more; positions are 32-bit")
     return Frame(index, spec, tensors, rows_of(entries), all_keys[list(tensors)], first)
@@ -243,12 +244,18 @@ def _bind(index: int, spec: FrameSpec, schema: Schema, all_keys: Lanes) -> Frame
 
 def _require_disjoint(specs: Sequence[FrameSpec], schema: Schema) -> None:
     """Each canonical index occurs once: relative values depend on it."""
-    runs: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
+    whole: list[tuple[int, int, int]] = []  # tensor, first element, length
+    parts: list[NDArray[np.int64]] = []
     for spec in specs:
         for region in spec.regions:
-            runs[region.tensor].append(region.runs())
-    for tensor, parts in runs.items():
-        spans = np.concatenate(parts)
-        spans = spans[np.argsort(spans[:, 0])]
-        if (spans[:-1].sum(axis=1) > spans[1:, 0]).any():
-            raise LayoutError(f"two regions share elements of {schema.tensors[tensor].name}")
+            length = _run_length(region.dims)
+            if length is not None:
+                whole.append((region.tensor, region.there0, length))
+            else:
+                parts.append(np.insert(region.runs(), 0, region.tensor, axis=1))
+    spans = np.concatenate([np.array(whole, np.int64).reshape(-1, 3), *parts])
+    spans = spans[np.lexsort((spans[:, 1], spans[:, 0]))]
+    one, other = spans[:-1], spans[1:]
+    bad = np.flatnonzero((one[:, 0] == other[:, 0]) & (one[:, 1] + one[:, 2] > other[:, 1]))
+    if len(bad):
+        raise LayoutError(f"two regions share elements of {schema.tensors[one[bad[0], 0]].name}")

@@ -23,7 +23,7 @@ from dcr.refit import ResidualTensors
 from dcr.schema import Schema
 from dcr.seams import Residual, Source, Stage, Writer
 from dcr.stages.compress import Compress
-from dcr.stages.construct import Construct, Conversion, Whole, convert, source_table
+from dcr.stages.construct import Construct, Conversion, Tables, Whole, convert, source_table
 from dcr.stages.transfer import Transfer
 from dcr.views import Bits, Lanes
 from dcr.wire import ChunkRef, Identity, Message
@@ -78,6 +78,7 @@ class Part:
         self._workers = workers
         self._observe = observe
         self._direct = frames.plan(source.schema, source.shards, frame_elems)
+        self._tables = Tables(self._direct)
         self._groups = [(group, _plan(group, source.schema, frame_elems)) for group in source.residual]
         self._fingerprints: list[bytes] = []  # of what the conversions of the committed version have read
         self._found: list[bytes] = []  # of what they read now
@@ -185,6 +186,7 @@ class Part:
             self._direct,
             self._source.storages(),
             first=self._own.start,
+            tables=self._tables,
             conversions=conversions,
             workers=self._workers,
             audited=self._own.start + version % count if count else None,

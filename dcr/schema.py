@@ -55,12 +55,16 @@ class TensorSpec(msgspec.Struct, frozen=True):
 class Schema:
     """The ordered tensors of a model; `digest` (32 bytes) names this very list.
 
+    numel: elements of all of them; nbytes: of a dense checkpoint.
+
     Raises:
         SchemaError: an unknown dtype, a negative extent, or a name (or alias) that occurs twice.
     """
 
     tensors: tuple[TensorSpec, ...]
     digest: bytes = field(init=False)
+    numel: int = field(init=False)
+    nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -76,15 +80,8 @@ class Schema:
         object.__setattr__(
             self, "digest", hashlib.blake2b(msgspec.msgpack.encode(self.tensors), digest_size=32).digest()
         )
-
-    @property
-    def numel(self) -> int:
-        return sum(spec.numel for spec in self.tensors)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a dense checkpoint."""
-        return sum(spec.numel * spec.width for spec in self.tensors)
+        object.__setattr__(self, "numel", sum(spec.numel for spec in self.tensors))
+        object.__setattr__(self, "nbytes", sum(spec.numel * spec.width for spec in self.tensors))
 
 
 def keys(tensors: Iterable[TensorSpec]) -> Lanes:

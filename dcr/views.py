@@ -88,15 +88,17 @@ def rows_of(entries: Sequence[tuple[int, int, Box]]) -> Rows:
     Raises:
         LayoutError: a box has more than MAX_DIMS dimensions after simplification.
     """
-    kept = [(storage, tensor, box.simplified()) for storage, tensor, box in entries if box.numel]
-    rows = np.zeros((len(kept), COLUMNS), np.int64)
-    for row, (storage, tensor, box) in zip(rows, kept, strict=True):
-        if len(box.dims) > MAX_DIMS:
-            raise LayoutError(f"a box of {len(box.dims)} dimensions; at most {MAX_DIMS} are supported")
-        row[:5] = storage, box.here0, tensor, box.there0, len(box.dims)
-        for d, dim in enumerate(box.dims):
-            row[5 + d], row[5 + MAX_DIMS + d], row[5 + 2 * MAX_DIMS + d] = dim
-    return rows
+    rows = []
+    for storage, tensor, box in entries:
+        if not box.numel:
+            continue
+        here0, there0, dims = box.simplified()
+        if len(dims) > MAX_DIMS:
+            raise LayoutError(f"a box of {len(dims)} dimensions; at most {MAX_DIMS} are supported")
+        unused = (0,) * (MAX_DIMS - len(dims))
+        n, here, there = zip(*dims, strict=True) if dims else ((), (), ())
+        rows.append((storage, here0, tensor, there0, len(dims), *n, *unused, *here, *unused, *there, *unused))
+    return np.array(rows, np.int64).reshape(-1, COLUMNS)
 
 
 def box_of(row: NDArray[np.int64]) -> Box:

@@ -21,6 +21,7 @@ FOUR = {
     "masters": (sharded.masters, 10, 5, "bfloat16"),
 }
 TWO = {"fsdp": (sharded.fsdp, 7, 1), "tp": (sharded.tp, 8, 5), "masters": (sharded.masters, 7, 5, "bfloat16")}
+pytestmark = pytest.mark.timeout(600)  # torch starts six times
 CASES = [(4, name) for name in FOUR] + [(2, name) for name in TWO]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import anyio
 import anyio.to_thread
@@ -35,15 +36,37 @@ class Conversion:
     first: int
 
 
+class Tables:
+    """Where the elements of frames lie, worked out once for as long as storages stay the same arrays."""
+
+    def __init__(self, plan: Sequence[SourceFrame]) -> None:
+        self._plan = plan
+        self._storages: Sequence[Bits] = ()
+        self._made: dict[int, Table] = {}
+
+    def over(self, storages: Sequence[Bits]) -> Tables:
+        """The same frames over these storages."""
+        if len(storages) != len(self._storages) or not all(map(is_, storages, self._storages)):
+            self._storages = tuple(storages)
+            self._made = {}
+        return self
+
+    def __getitem__(self, number: int) -> Table:
+        table = self._made.get(number)
+        if table is None:
+            table = self._made[number] = source_table(self._plan[number], self._storages)
+        return table
+
+
 class Construct:
     """Frame numbers in, patches out; frames without a change send nothing. Behind them, residual groups one by one.
 
     Patches lie in the baseline's overlay until the commit, so the outbox has room for all of them and capturing the
     weights never waits for the link. Of what is converted, no more than one group is held at a time.
 
-    plan: the frames whose numbers may come, numbered from `first` on. conversions: groups to convert, in this order.
-    audited: a frame whose captured weights are digested as well, so that a compare that missed something is found.
-    captured: called when everything has been read.
+    plan: the frames whose numbers may come, numbered from `first` on; tables: theirs, where they are kept.
+    conversions: groups to convert, in this order. audited: a frame whose captured weights are digested as well, so that
+    a compare that missed something is found. captured: called when everything has been read.
     """
 
     name = "construct"
@@ -55,6 +78,7 @@ class Construct:
         storages: Sequence[Bits],
         *,
         first: int = 0,
+        tables: Tables | None = None,
         conversions: Sequence[Conversion] = (),
         workers: int = 1,
         audited: int | None = None,
@@ -64,7 +88,7 @@ class Construct:
         self.depth = max(1, len(plan) + sum(len(conversion.plan) for conversion in conversions))
         self._baseline = baseline
         self._plan = plan
-        self._storages = storages
+        self._tables = (tables or Tables(plan)).over(storages)
         self._first = first
         self._conversions = conversions
         self._audited = audited
@@ -89,7 +113,8 @@ class Construct:
     async def _convert(self, conversion: Conversion, outbox: Outbox[Patch]) -> None:
         storages = await anyio.to_thread.run_sync(convert, conversion.group, self._baseline.layout.schema)
         for index, source in enumerate(conversion.plan, conversion.first):
-            patch = await anyio.to_thread.run_sync(self._compare, index, source, storages)
+            table = source_table(source, storages)
+            patch = await anyio.to_thread.run_sync(self._compare, index, table, source.kind)
             if patch is not None:
                 self._baseline.hold(patch)
                 await outbox.send(patch)
@@ -100,16 +125,16 @@ class Construct:
         Raises:
             DigestMismatch: the audited frame's captured bits are not what the patch says.
         """
-        return self._compare(index, self._plan[index - self._first], self._storages)
+        number = index - self._first
+        return self._compare(index, self._tables[number], self._plan[number].kind)
 
-    def _compare(self, index: int, source: SourceFrame, storages: Sequence[Bits]) -> Patch | None:
+    def _compare(self, index: int, table: Table, kind: int) -> Patch | None:
         frame, base = self._baseline.layout.frames[index], self._baseline.base(index)
-        table = source_table(source, storages)
         if base is None:
-            return _anchor(frame, table, source.kind)
-        patch = _delta(frame, table, source.kind, base)
+            return _anchor(frame, table, kind)
+        patch = _delta(frame, table, kind, base)
         if index == self._audited:
-            _audit(frame, table, source.kind, base, patch)
+            _audit(frame, table, kind, base, patch)
         return patch
 
 
