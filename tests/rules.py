@@ -378,6 +378,17 @@ def a_version_opens_on_the_heads_digest(common_base: Any) -> Any:
     return lambda self, begun, lanes: begun[0].base
 
 
+@becomes(Flights, "_begin")
+def a_base_digest_is_the_ranks_own(begin: Any) -> Any:
+    async def of_the_record(self: Flights, refit: Any) -> Any:
+        begun = await begin(self, refit)
+        if begun.base is not None:
+            self._lanes = self._target
+        return begun
+
+    return of_the_record
+
+
 def _moves_early(*, digests: bool) -> Switch:
     @becomes(Baseline, "drop")
     def switch(drop: Any) -> Any:

@@ -18,10 +18,20 @@ Rules of a refit that have no code here, and so no case:
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import anyio
 import pytest
 import rules
 from mutants import CASES, Case
-from switches import Switch
+from refits import Rollout, state
+from rows import Model, trainer
+from switches import Switch, off
+
+from dcr.baseline import Baseline
+from dcr.errors import VoteError
+from dcr.testing.memory import MemoryTransport
+from dcr.wire import Identity
 
 NAMES = {id(switch): name for name, switch in vars(rules).items()}
 ALONE = [(case, kept) for case in CASES if len(case.held_by) > 1 for kept in case.held_by]
@@ -47,3 +57,56 @@ def test_with_all_rules_on_the_same_run_is_well(case: Case) -> None:
 def test_of_checks_that_hold_one_rule_each_is_enough(case: Case, kept: Switch) -> None:
     others = (switch for switch in case.held_by if switch is not kept)
     assert case.finds(*case.also_off, *others) is None
+
+
+class Deaf(Baseline):
+    """One rank's baseline, which takes the name of a version and not its bits."""
+
+    def fold(self, identity: Identity) -> dict[int, None]:
+        self.drop()
+        self.identity = identity
+        return {}
+
+
+async def after_a_rank_missed_a_commit(*switched_off: Switch) -> str:
+    """What an engine holds of a version in which all bits go back to what they were before that commit."""
+    model, transport = Model(), MemoryTransport()
+    rollout = Rollout(model.engine())
+    with off(switched_off):
+        async with anyio.create_task_group() as tasks, trainer("memory:///run", model, 2, transport=transport) as ranks:
+            tasks.start_soon(lambda: rollout.run("memory:///run", transport=transport))
+            await ranks.publishers[0].joined(1)
+            await ranks.publish(1)
+            before = {name: bits.copy() for name, bits in model.bits.items()}
+            model.step()
+            ranks.publishers[1]._part.baseline.__class__ = Deaf
+            await ranks.publish(2)
+            await rollout.reached(2)
+            ranks.publishers[1]._part.baseline.__class__ = Baseline
+            model.bits |= before
+            with suppress(VoteError):
+                await ranks.publish(3)
+                await rollout.reached(3)
+            held, wanted = state(rollout.module), model.expected()
+            tasks.cancel_scope.cancel()
+    if rollout.version == 2:
+        return "the version before"
+    return "its bits" if all((held[name] == wanted[name]).all() for name in wanted) else "others"
+
+
+RANKS_OWN = (rules.a_version_opens_on_the_heads_digest, rules.a_base_digest_is_the_ranks_own)
+
+
+@pytest.mark.parametrize(
+    ("switched_off", "holds"),
+    [
+        ((), "its bits"),
+        (RANKS_OWN[:1], "the version before"),
+        (RANKS_OWN[1:], "its bits"),
+        (RANKS_OWN, "others"),
+    ],
+)
+async def test_digests_of_the_ranks_own_baselines_show_that_one_missed_a_commit(
+    switched_off: tuple[Switch, ...], holds: str
+) -> None:
+    assert await after_a_rank_missed_a_commit(*switched_off) == holds
