@@ -113,7 +113,7 @@ class Ends:
         self.layout = Layout(self.schema, tuple(one.spec for one in self.plan))
         self.baseline = Baseline(self.layout)
         frames = [kernels.read(source_table(one, old)) for one in self.plan]
-        self.baseline.adopt(frames, STEP, self.baseline.lanes)
+        self.baseline.adopt(dict(enumerate(frames)), STEP, self.baseline.lanes)
         self.engine: list[Words] = [one.copy() for one in old]
         if rows_apart:
             wide = [np.zeros((len(one) // COLUMNS, rows_apart), np.uint16) for one in old]

@@ -72,7 +72,7 @@ class Trainer:
         self.storages: list[Bits] = list(self.source.storages())
         self.baseline = Baseline(self.layout)
         frames = [self.storages[0][start : start + (1 << 22)].copy() for start in range(0, elems, 1 << 22)]
-        self.baseline.adopt(frames, STEP, self.baseline.lanes)
+        self.baseline.adopt(dict(enumerate(frames)), STEP, self.baseline.lanes)
         index = np.flatnonzero(rng.random(1 << 22) < density)
         for start in range(0, elems - (1 << 22) + 1, 1 << 22):
             self.storages[0][start + index] += rng.choice(np.array([1, 0xFFFF], np.uint16), len(index))
