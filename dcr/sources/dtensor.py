@@ -75,7 +75,7 @@ def source(module: torch.nn.Module, *, dtype: Dtypes = None, group: dist.Process
         for name, (local, part) in by_name.items()
         if name not in failed
         for box in part.boxes
-        for found in stored(part.owner.local, box)
+        for found in stored(part.owner.local.box(), box)
     ]
     return MappedSource(
         schema,

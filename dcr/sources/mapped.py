@@ -84,9 +84,9 @@ class MappedSource:
         return self._storages
 
 
-def stored(local: Tied, box: Box) -> list[Box]:
-    """A box from a tensor's row-major elements, as boxes from its storage."""
-    return [found.inverted() for found in intersect(box.inverted(), local.box())]
+def stored(lies: Box, box: Box) -> list[Box]:
+    """A box from a tensor's row-major elements, as boxes from its storage, in which they lie as `lies` says."""
+    return [found.inverted() for found in intersect(box.inverted(), lies)]
 
 
 def covered(schema: Schema, owned: Sequence[Piece], peers: Peers, whole: Sequence[int] = ()) -> coverage.Tally:

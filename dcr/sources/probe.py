@@ -11,16 +11,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from dcr import coverage, reference
+from dcr import coverage
+from dcr.boxes import Box, Dim
 from dcr.errors import SchemaError
 from dcr.schema import Schema
 from dcr.sources.bits import bits_of
-from dcr.sources.certificate import Found, Maps, cast_of, certified
+from dcr.sources.casts import kind
+from dcr.sources.certificate import Found, Maps, certified
 from dcr.sources.mapped import MappedSource, Piece, covered, demoted, shared, stored, united
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
@@ -31,12 +34,26 @@ from dcr.views import Bits
 GROUP_ELEMS = 1 << 24
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """A master copy of some elements of a tensor: `tensor`, one-dimensional, holds those from `start` on, row-major."""
+
+    start: int
+    tensor: torch.Tensor
+
+    def box(self) -> Box:
+        """From its storage to the elements of which it is a copy."""
+        stride = self.tensor.stride(0)
+        return Box(int(self.tensor.storage_offset()), self.start, (Dim(self.tensor.numel(), stride, 1),))
+
+
 def source(
     weights: torch.nn.Module | Mapping[str, torch.Tensor],
     *,
     export: Export,
     groups: Sequence[Sequence[str]] | None = None,
     maps: Maps | None = None,
+    masters: Mapping[str, Span] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> MappedSource:
     """The source that an exporter defines. Collective over the process group's ranks.
@@ -45,7 +62,8 @@ def source(
     collectives, and then has to yield a canonical tensor on every rank that holds a part of it. groups: names of
     tensors that are exported together, alike on all ranks (a rank may lack some of them); None for an exporter that
     takes each tensor by itself and without collectives. maps: declared maps, taken instead of what digits would show,
-    and certified alike.
+    and certified alike. masters: spans of higher precision that some ranks hold of some of the tensors; they are
+    published, rounded, in these tensors' place.
 
     Raises:
         SchemaError: the exporter fails on a group, exports a name twice, or ranks disagree.
@@ -57,15 +75,15 @@ def source(
     schema = united([one.spec for one in found.values()], peers)
     _require_known(maps or (), schema)
     failed = demoted({name: one.reason for name, one in found.items() if one.reason}, peers)
-    index = {one.name: position for position, one in enumerate(local)}
-    pieces = _pieces(schema, [one for one in found.values() if one.spec.name not in failed], index)
+    homes = _homes(local, masters or {}, peers)
+    pieces = _pieces(schema, [one for one in found.values() if one.spec.name not in failed], homes)
     owned = shared(pieces, schema, peers)
     for tensor in coverage.uncovered(schema, covered(schema, owned, peers)):
         failed.setdefault(schema.tensors[tensor].name, "over all ranks, not each of its elements is held once")
     return MappedSource(
         schema,
         [piece for piece in owned if schema.tensors[piece.tensor].name not in failed],
-        lambda: _tensors(weights),
+        lambda: [*_tensors(weights), *_masters(masters or {})],
         residual=_residual(schema, found, failed, parts, peers),
         peers=peers,
     )
@@ -152,15 +170,38 @@ def _require_known(names: Iterable[str], schema: Schema) -> None:
             raise SchemaError(f"a map was declared for {name}, which the exporter does not give")
 
 
-def _pieces(schema: Schema, found: Iterable[Found], index: Mapping[str, int]) -> list[Piece]:
+# Where a tensor's elements are read: the local tensor's number and dtype, and the box from its storage to them.
+_Home = tuple[int, str, Box]
+
+
+def _masters(masters: Mapping[str, Span]) -> list[Tied]:
+    return [Tied((f"master of {name}",), span.tensor.detach(), True) for name, span in masters.items()]
+
+
+def _homes(local: Sequence[Tied], masters: Mapping[str, Span], peers: Peers) -> dict[str, _Home]:
+    """The home of each tensor: a master's span where any rank has one, else the tensor. Collective."""
+    everywhere = {
+        name
+        for data in peers.gather(msgspec.msgpack.encode(list(masters)))
+        for name in msgspec.msgpack.decode(data, type=list[str])
+    }
+    homes = {one.name: (index, one.dtype, one.box()) for index, one in enumerate(local) if one.name not in everywhere}
+    for index, (one, (name, span)) in enumerate(zip(_masters(masters), masters.items(), strict=True), start=len(local)):
+        homes[name] = index, one.dtype, span.box()
+    return homes
+
+
+def _pieces(schema: Schema, found: Iterable[Found], homes: Mapping[str, _Home]) -> list[Piece]:
     """The boxes, from the live storages on."""
     number = {spec.name: position for position, spec in enumerate(schema.tensors)}
     pieces = []
     for one in found:
         for position, box in one.boxes:
-            local = one.part.tensors[position]
-            cast = cast_of(local, one.spec) or reference.NONE
-            pieces += [Piece(number[one.spec.name], index[local.name], part, cast) for part in stored(local, box)]
+            name = one.part.tensors[position].name
+            if name in homes:
+                index, dtype, lies = homes[name]
+                cast = kind(one.spec.name, dtype, one.spec.dtype)
+                pieces += [Piece(number[one.spec.name], index, part, cast) for part in stored(lies, box)]
     return pieces
 
 

@@ -66,7 +66,7 @@ def source(
     pieces = [
         Piece(number[one.local.name], local, box, kind(one.local.name, one.local.dtype, want))
         for local, (one, want) in enumerate(zip(held, wanted, strict=True))
-        for box in stored(one.local, one.box)
+        for box in stored(one.local.box(), one.box)
     ]
     return MappedSource(
         schema, shared(pieces, schema, peers), lambda: [one.local for one in _held(weights)], peers=peers
