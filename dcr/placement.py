@@ -1,4 +1,4 @@
-"""Placements: where an engine rank keeps each canonical element, and what can be done to it there.
+"""Placements: where an engine rank keeps the canonical elements that it holds, and what can be done to them there.
 
 Engine-independent: a loader adapter finds storages and boxes, a `Placement` reads, writes and digests through them.
 
@@ -8,76 +8,73 @@ Engine-independent: a loader adapter finds storages and boxes, a `Placement` rea
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dcr import digest, kernels
-from dcr.boxes import Box
+from dcr.boxes import Box, Dim
 from dcr.errors import DigestMismatch, LayoutError, ReadBackError
 from dcr.frames import Frame, Layout, Region
 from dcr.patch import Change
 from dcr.ready import Ready, Write
-from dcr.views import Bits, Lanes, Positions, Table, rows_of
+from dcr.strips import Place, Runs, Strip, runs_of, shared, strips_of
+from dcr.views import UNSIGNED, Bits, Lanes, Positions, Table
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One home of a whole tensor: its storage, and the box from there to canonical coordinates."""
-
-    tensor: int
-    storage: int
-    box: Box
+__all__ = ["Place", "Placement", "canonical_table", "wanted"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Copy:
-    """A further home of some of a frame's elements: those numbered from `first` on, and the first home of the same."""
+class _Bound:
+    """One frame, bound: its strips, the parts that its sums are of (tensors, if all is held), and their digest keys."""
 
-    first: int
-    table: Table
-    twin: Table
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Homes:
-    """All tables of one frame."""
-
-    main: Table
-    copies: tuple[_Copy, ...]
+    frame: Frame
+    strips: list[Strip]
+    parts: tuple[int, ...]
+    keys: Lanes
 
 
 class Placement:
-    """The tables of every frame of a layout over an engine rank's storages.
+    """The strips of every frame of a layout over an engine rank's storages.
 
-    storages: flat unsigned arrays, borrowed. places: for each tensor of the layout one place or more; the first is
-    the one whose bits are digested, the others are copies (aliases that the engine keeps apart).
+    storages: flat unsigned arrays, borrowed. places: for each tensor of the layout any number of them. The first home
+    of an element is the one whose bits are digested; the others are copies, or casts.
+    partial: True if elements may have no place on this rank; sums are then of `parts`, not of tensors.
 
     Raises:
-        LayoutError: a tensor has no place, or a place does not hold the whole tensor.
+        LayoutError: an element has no place, or a place leaves its tensor or its storage.
     """
 
-    def __init__(self, layout: Layout, storages: Sequence[Bits], places: Sequence[Place]) -> None:
+    def __init__(
+        self, layout: Layout, storages: Sequence[Bits], places: Sequence[Place], *, partial: bool = False
+    ) -> None:
+        _require_fits(layout, places)
+        if not partial:
+            _require_held(layout, places)
         by_tensor: dict[int, list[Place]] = defaultdict(list)
         for place in places:
-            spec = layout.schema.tensors[place.tensor]
-            if place.box.numel != spec.numel:
-                raise LayoutError(f"a place of {spec.name} holds {place.box.numel} of {spec.numel} elements")
             by_tensor[place.tensor].append(place)
         self._layout = layout
-        self._homes = [_homes(frame, storages, by_tensor, layout) for frame in layout.frames]
+        self._partial = partial
+        self._firsts = _firsts(by_tensor) if partial else []
+        self._frames = [self._bind(frame, storages, by_tensor) for frame in layout.frames]
+
+    @property
+    def parts(self) -> list[Region]:
+        """At one of several ranks: the regions that its sums are of (see `dcr.seams.RankLoader`)."""
+        return [_region(place) for place in self._firsts]
 
     def prepare(self, index: int, change: Change) -> Ready:
         """See `dcr.seams.Loader.prepare`."""
-        frame, homes = self._layout.frames[index], self._homes[index]
+        bound = self._frames[index]
         if change.positions is None:
-            return _prepare_dense(frame, homes, change.values)
-        return _prepare_sparse(frame, homes, change, change.positions)
+            return _prepare_dense(bound, self._partial, change.values)
+        return _prepare_sparse(bound, self._partial, change, change.positions)
 
     def read(self, index: int) -> Bits:
         """See `dcr.seams.Readable.read`."""
-        return kernels.read(self._homes[index].main)
+        return _dense(self._frames[index])
 
     def install(self, ready: Ready) -> None:
         """See `dcr.seams.Loader.install`."""
@@ -90,52 +87,124 @@ class Placement:
             self._scatter(ready.frame, write.home, write.positions, write.old)
 
     def digest(self) -> Lanes:
-        """See `dcr.seams.Loader.digest`."""
-        lanes = digest.zero(len(self._layout.schema.tensors))
-        for frame, homes in zip(self._layout.frames, self._homes, strict=True):
-            lanes[list(frame.tensors)] += kernels.digest(homes.main, frame.keys)
-            for copy in homes.copies:
-                positions, _ = kernels.compare(copy.table, kernels.read(copy.twin))
-                if len(positions):
-                    raise DigestMismatch(f"frame {frame.index}: {len(positions)} elements differ between two copies")
+        """See `dcr.seams.Loader.digest`; over the elements that this rank owns."""
+        lanes = digest.zero(len(self._firsts) if self._partial else len(self._layout.schema.tensors))
+        for bound in self._frames:
+            lanes[list(bound.parts)] += _sums(bound)
+            if astray := _astray(bound):
+                raise DigestMismatch(f"frame {bound.frame.index}: {astray} elements differ between two copies")
         return lanes
 
+    def _bind(self, frame: Frame, storages: Sequence[Bits], places: Mapping[int, Sequence[Place]]) -> _Bound:
+        if not self._partial:
+            strips = strips_of(frame, storages, places, lambda place: frame.tensors.index(place.tensor))
+            return _Bound(frame, strips, frame.tensors, frame.keys)
+        parts = tuple(number for number, place in enumerate(self._firsts) if place.tensor in frame.tensors)
+        lanes = {id(self._firsts[number]): lane for lane, number in enumerate(parts)}
+        strips = strips_of(frame, storages, places, lambda place: lanes.get(id(place), 0))
+        tensors = [frame.tensors.index(self._firsts[number].tensor) for number in parts]
+        return _Bound(frame, strips, parts, frame.keys[tensors])
+
     def _scatter(self, index: int, home: int, positions: Positions, bits: Bits) -> None:
-        homes = self._homes[index]
-        wrong = kernels.scatter(homes.copies[home - 1].table if home else homes.main, positions, bits)
+        bound = self._frames[index]
+        wrong = kernels.scatter(bound.strips[home].table, positions, bits)
         if wrong:
-            names = ", ".join(self._layout.schema.tensors[t].name for t in self._layout.frames[index].tensors[:3])
+            names = ", ".join(self._layout.schema.tensors[t].name for t in bound.frame.tensors[:3])
             raise ReadBackError(f"{wrong} of {len(bits)} elements of frame {index} ({names}) did not keep their bits")
 
 
-def _prepare_sparse(frame: Frame, homes: _Homes, change: Change, positions: Positions) -> Ready:
-    new, old, new_sums, old_sums = kernels.prepare(homes.main, frame.keys, positions, change.values, change.operation)
-    writes, agree = [Write(0, positions, new, old)], True
-    for home, copy in enumerate(homes.copies, start=1):
-        low, high = np.searchsorted(positions, [copy.first, copy.first + copy.table.numel])
-        local = positions[low:high] - np.uint32(copy.first)
-        found = kernels.gather(copy.table, local)
-        agree = agree and np.array_equal(found, old[low:high])
-        writes.append(Write(home, local, new[low:high], found))
-    return Ready(frame.index, tuple(writes), old_sums, new_sums, agree)
+def _prepare_sparse(bound: _Bound, partial: bool, change: Change, positions: Positions) -> Ready:
+    if len(bound.strips) == 1 and bound.strips[0].runs is None:
+        return _prepare_whole(bound, partial, change, positions)
+    kernels.check_ascending(positions, bound.frame.numel)
+    writes, agree = [], True
+    old_sums, new_sums = np.zeros_like(bound.keys), np.zeros_like(bound.keys)
+    # canonical bits of what is held, by position: what copies are compared with and made of
+    old, new = np.zeros_like(change.values), np.zeros_like(change.values)
+    for home, strip in enumerate(bound.strips):
+        kept, local = _select(positions, strip)
+        if strip.copy:
+            found = kernels.gather(strip.table, local)
+            expected, bits = old[kept], new[kept]
+            if strip.cast is not None:
+                expected, bits = strip.cast(expected), strip.cast(bits)
+            agree = agree and np.array_equal(found, expected)
+        else:
+            bits, found, new_part, old_part = kernels.prepare(
+                strip.table, bound.keys, local, change.values[kept], change.operation
+            )
+            new_sums, old_sums = new_sums + new_part, old_sums + old_part
+            old[kept], new[kept] = found, bits
+        writes.append(Write(home, local, bits, found))
+    return _ready(bound, partial, writes, old_sums, new_sums, agree)
 
 
-def _prepare_dense(frame: Frame, homes: _Homes, values: Bits) -> Ready:
-    positions, old = kernels.compare(homes.main, values)
-    writes, agree = [Write(0, positions, values[positions], old)], True
-    for home, copy in enumerate(homes.copies, start=1):
-        wanted = values[copy.first : copy.first + copy.table.numel]
-        local, found = kernels.compare(copy.table, wanted)
-        same, _ = kernels.compare(copy.table, kernels.read(copy.twin))
-        agree = agree and not len(same)
-        writes.append(Write(home, local, wanted[local], found))
-    return Ready(
-        frame.index,
-        tuple(writes),
-        kernels.digest(homes.main, frame.keys),
-        kernels.digest(canonical_table(frame, values), frame.keys),
-        agree,
+def _prepare_whole(bound: _Bound, partial: bool, change: Change, positions: Positions) -> Ready:
+    """The usual case: one home for every element of the frame."""
+    bits, found, new_sums, old_sums = kernels.prepare(
+        bound.strips[0].table, bound.keys, positions, change.values, change.operation
     )
+    return _ready(bound, partial, [Write(0, positions, bits, found)], old_sums, new_sums, True)
+
+
+def _prepare_dense(bound: _Bound, partial: bool, values: Bits) -> Ready:
+    if len(values) != bound.frame.numel:
+        raise LayoutError(f"frame {bound.frame.index} has {bound.frame.numel} elements, {len(values)} were given")
+    writes = []
+    new_sums = np.zeros_like(bound.keys)
+    for home, strip in enumerate(bound.strips):
+        wanted = values[strip.elements()]
+        if not strip.copy:
+            new_sums += kernels.digest(strip.dense(wanted), bound.keys)
+        if strip.cast is not None:
+            wanted = strip.cast(wanted)
+        local, old = kernels.compare(strip.table, wanted)
+        writes.append(Write(home, local, wanted[local], old))
+    return _ready(bound, partial, writes, _sums(bound), new_sums, not _astray(bound))
+
+
+def _ready(
+    bound: _Bound, partial: bool, writes: Sequence[Write], old_sums: Lanes, new_sums: Lanes, agree: bool
+) -> Ready:
+    return Ready(bound.frame.index, tuple(writes), old_sums, new_sums, agree, bound.parts if partial else ())
+
+
+def _select(positions: Positions, strip: Strip) -> tuple[Positions | slice, Positions]:
+    """Which positions [K] of a frame a strip holds, and their numbers within it."""
+    return (slice(None), positions) if strip.runs is None else kernels.select(positions, strip.runs)
+
+
+def _sums(bound: _Bound) -> Lanes:
+    """Digest sums [parts of the frame, 2] over all elements of a frame that this rank holds."""
+    sums = np.zeros_like(bound.keys)
+    for strip in bound.strips:
+        if not strip.copy:
+            sums += kernels.digest(strip.table, bound.keys)
+    return sums
+
+
+def _dense(bound: _Bound) -> Bits:
+    """The bits [N] of a frame, as far as this rank holds them."""
+    firsts = [strip for strip in bound.strips if not strip.copy]
+    if len(firsts) == 1 and firsts[0].runs is None:
+        return kernels.read(firsts[0].table)
+    dense = np.zeros(bound.frame.numel, UNSIGNED[bound.frame.width])
+    for strip in firsts:
+        dense[strip.elements()] = kernels.read(strip.table)
+    return dense
+
+
+def _astray(bound: _Bound) -> int:
+    """How many elements of copies are not what the first home of the same element says."""
+    copies = [strip for strip in bound.strips if strip.copy]
+    if not copies:
+        return 0
+    dense, astray = _dense(bound), 0
+    for strip in copies:
+        expected = dense[strip.elements()]
+        positions, _ = kernels.compare(strip.table, expected if strip.cast is None else strip.cast(expected))
+        astray += len(positions)
+    return astray
 
 
 def canonical_table(frame: Frame, dense: Bits) -> Table:
@@ -143,31 +212,72 @@ def canonical_table(frame: Frame, dense: Bits) -> Table:
     return Table((dense,), frame.rows)
 
 
-def _homes(frame: Frame, storages: Sequence[Bits], by_tensor: dict[int, list[Place]], layout: Layout) -> _Homes:
-    entries, copies, first = [], [], 0
-    for region in frame.spec.regions:
-        places = by_tensor[region.tensor]
-        if not places:
-            raise LayoutError(f"no place is known for {layout.schema.tensors[region.tensor].name}")
-        local = frame.tensors.index(region.tensor)
-        main = [(places[0].storage, local, box) for box in _compose(region, places[0].box)]
-        entries += main
-        for place in places[1:]:
-            boxes = [(place.storage, local, box) for box in _compose(region, place.box)]
-            copies.append(_Copy(first, _table(storages, boxes), _table(storages, main)))
-        first += region.box(0).numel
-    return _Homes(_table(storages, entries), tuple(copies))
+def wanted(places: Sequence[Place]) -> dict[int, Runs]:
+    """The canonical runs [R, 2] (start, count) of each tensor that some places hold."""
+    found: dict[int, list[Runs]] = defaultdict(list)
+    for place in places:
+        if place.box.numel:
+            found[place.tensor].append(runs_of(_ascending(place.box)))
+    return {tensor: _merged(np.concatenate(parts)) for tensor, parts in found.items()}
 
 
-def _compose(region: Region, place: Box) -> Iterator[Box]:
-    """The storage boxes of a region, in its numbering, given the box of the whole tensor."""
-    for run in region.runs().tolist():
-        yield from place.run(*run)
+def _firsts(places: Mapping[int, Sequence[Place]]) -> list[Place]:
+    """The places that are the first home of their elements.
+
+    Raises:
+        LayoutError: a place is that for some of its elements and not for others.
+    """
+    firsts: list[Place] = []
+    for homes in places.values():
+        held = np.zeros((0, 2), np.int64)
+        for place in homes:
+            runs = runs_of(_ascending(place.box))
+            again = int(shared(runs, held)[:, 1].sum())
+            if again not in (0, place.box.numel):
+                raise LayoutError(f"a place holds {place.box.numel} elements, and an earlier one {again} of them")
+            if not again:
+                firsts.append(place)
+                held = _merged(np.concatenate([held, runs]))
+    return firsts
 
 
-def _table(storages: Sequence[Bits], entries: list[tuple[int, int, Box]]) -> Table:
-    """A table over only those storages that are used, so that all have one width."""
-    used = sorted({storage for storage, _, _ in entries})
-    local = {storage: index for index, storage in enumerate(used)}
-    rows = rows_of([(local[storage], tensor, box) for storage, tensor, box in entries])
-    return Table(tuple(storages[storage] for storage in used), rows)
+def _region(place: Place) -> Region:
+    """The canonical side of a place."""
+    box = _ascending(place.box).simplified()
+    return Region(place.tensor, box.here0, tuple((dim.n, dim.here) for dim in box.dims))
+
+
+def _ascending(box: Box) -> Box:
+    """The canonical side of a box as a storage side that ascends."""
+    low = box.there_bounds[0]
+    dims = sorted((Dim(dim.n, abs(dim.there), 0) for dim in box.dims), key=lambda dim: -dim.here)
+    return Box(low, 0, tuple(dims))
+
+
+def _merged(runs: Runs) -> Runs:
+    """Runs in any order, perhaps overlapping, as ascending ones that do not touch."""
+    runs = runs[np.argsort(runs[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(runs.sum(axis=1))
+    begins = np.concatenate([[True], runs[1:, 0] > ends[:-1]])
+    starts = np.flatnonzero(begins)
+    lasts = np.append(starts[1:], len(runs)) - 1
+    return np.stack([runs[starts, 0], ends[lasts] - runs[starts, 0]], axis=1)
+
+
+def _require_fits(layout: Layout, places: Sequence[Place]) -> None:
+    for place in places:
+        spec, (low, high) = layout.schema.tensors[place.tensor], place.box.there_bounds
+        if low < 0 or high >= spec.numel or place.box.numel > spec.numel:
+            raise LayoutError(
+                f"a place of {spec.name} holds {place.box.numel} elements in [{low}, {high}], it has {spec.numel}"
+            )
+
+
+def _require_held(layout: Layout, places: Sequence[Place]) -> None:
+    """Every element of every tensor has a place."""
+    held = {tensor: int(runs[:, 1].sum()) for tensor, runs in wanted(places).items()}
+    for tensor, spec in enumerate(layout.schema.tensors):
+        if spec.numel and not held.get(tensor):
+            raise LayoutError(f"no place is known for {spec.name}")
+        if held.get(tensor, 0) != spec.numel:
+            raise LayoutError(f"the places of {spec.name} hold {held[tensor]} of its {spec.numel} elements")

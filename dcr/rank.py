@@ -189,6 +189,7 @@ class Rank:
         stages = Pipeline(self._decompress(), Prepare(self._loader), Write(self._loader))
         await stages.run(fetch, version=header.identity.version, observe=self._observe)
         receipt.require_complete()
+        await self._run(self._loader.settle)
 
     async def require_root(self, identity: Identity, root: bytes) -> None:
         """Rescan live memory.

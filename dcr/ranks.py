@@ -117,6 +117,10 @@ class Ranks:
         shares = dict(ready.shares)
         self._each_number(lambda r: self._ranks[r].undo(shares[r]), shares)
 
+    def settle(self) -> None:
+        """See `dcr.seams.Loader.settle`."""
+        self._each(lambda rank: rank.settle())
+
     def digest(self) -> Lanes:
         """See `dcr.seams.Loader.digest`."""
         lanes, same = _summed(self._parts, self._parts.of_rank, self._each(lambda rank: rank.digest()))

@@ -380,6 +380,13 @@ class Loader(Protocol[Frame]):
         """
         ...
 
+    def settle(self) -> None:
+        """After the last install or undo of a version: bring what is made of the weights up to date with them.
+
+        Raises: whatever goes wrong; the frames are then undone, and this is called again.
+        """
+        ...
+
     def digest(self) -> Lanes:
         """Digest uint64 [T, 2] of the layout's tensors, recomputed from memory.
 
@@ -417,6 +424,8 @@ class RankLoader(Protocol[Share]):
     def install(self, ready: Share) -> None: ...
 
     def undo(self, ready: Share) -> None: ...
+
+    def settle(self) -> None: ...
 
     def digest(self) -> Lanes:
         """Digest uint64 [parts, 2], recomputed from memory: of each part, under the key of its tensor.

@@ -28,6 +28,7 @@ from dcr.errors import (
     IncompleteError,
     PayloadError,
     Poisoned,
+    RankError,
     RemoteError,
     RunMismatch,
     StateError,
@@ -273,7 +274,7 @@ class Subscriber:
         try:
             await self._rank.require_epoch()
             links = await chain.back_from(store, identity, until=None)
-        except (IncompleteError, StorageRebound) as error:
+        except (IncompleteError, RankError, StorageRebound) as error:
             return error  # nothing has been written
         if self._holds is not None:
             self._holds = None

@@ -83,7 +83,11 @@ class Undo(msgspec.Struct, frozen=True, tag="undo"):
     ticket: int
 
 
-Request = Bind | Epoch | Digest | Prepare | Install | Undo
+class Settle(msgspec.Struct, frozen=True, tag="settle"):
+    pass
+
+
+Request = Bind | Epoch | Digest | Prepare | Install | Undo | Settle
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -188,6 +192,10 @@ class Worker:
         """See `dcr.seams.Loader.undo`."""
         self._call(Undo(ready.ticket))
 
+    def settle(self) -> None:
+        """See `dcr.seams.Loader.settle`."""
+        self._call(Settle())
+
     def digest(self) -> Lanes:
         """See `dcr.seams.RankLoader.digest`."""
         _, body = self._call(Digest())
@@ -285,6 +293,8 @@ def _done(
             loader.install(readies[ticket])
         case Undo(ticket=ticket):
             loader.undo(readies[ticket])
+        case Settle():
+            loader.settle()
     return Done(), b""
 
 

@@ -145,6 +145,9 @@ class ToyRank:
         for write in ready.writes:
             self.parts[write.home].memory[write.positions] = write.old
 
+    def settle(self) -> None:
+        """Nothing here is made of the weights."""
+
     def digest(self) -> Lanes:
         sums = [self._sum(h.region.tensor, h.there, h.memory[h.here]) for h in self.parts]
         return np.array(sums, np.uint64).reshape(-1, 2)

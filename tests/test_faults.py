@@ -366,7 +366,7 @@ class Breaking:
         self._loader = dcr.loader("module", module)
         self._at, self._times, self._undo = at, times, undo
         self._frames = 0
-        for name in ("bind", "epoch", "prepare", "digest"):
+        for name in ("bind", "epoch", "prepare", "settle", "digest"):
             setattr(self, name, getattr(self._loader, name))
 
     def install(self, ready: Any) -> None:
@@ -565,7 +565,7 @@ class Slow:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._loader = dcr.loader("module", module)
-        for name in ("bind", "epoch", "prepare", "digest", "undo"):
+        for name in ("bind", "epoch", "prepare", "settle", "digest", "undo"):
             setattr(self, name, getattr(self._loader, name))
 
     def install(self, ready: Any) -> None:

@@ -38,6 +38,7 @@ ROOMS = (
     "commit",
     "frames",
     "placement",
+    "strips",
     "ready",
 )
 # Besides each other. `kernels` picks from the compiled module, and asks the build whether there is one.
@@ -50,7 +51,7 @@ IMPURE = {
     *("sqlite3", "ssl", "subprocess", "tempfile", "threading", "time", "urllib", "uuid"),
 }
 # Only these may name torch, and only when somebody asks for them.
-TORCH_ROOMS = ("sources", "loaders", "cli/demo")
+TORCH_ROOMS = ("sources", "loaders", "cli/demo", "testing/engines", "testing/hostile")
 
 
 def _sources(room: str) -> list[Path]:

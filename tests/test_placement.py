@@ -253,9 +253,12 @@ def test_a_tensor_without_a_place_is_refused_by_name() -> None:
         Placement(LAYOUT, [np.zeros(6, np.uint16)], [Place(0, 0, row(6))])
 
 
-@pytest.mark.parametrize("numel", [5, 7])
-def test_a_place_of_another_size_is_refused(numel: int) -> None:
-    with pytest.raises(LayoutError, match=f"a place of a holds {numel} of 6 elements"):
+@pytest.mark.parametrize(
+    ("numel", "found"),
+    [(5, "the places of a hold 5 of its 6"), (7, r"a place of a holds 7 elements in \[0, 6\], it has 6")],
+)
+def test_a_place_of_another_size_is_refused(numel: int, found: str) -> None:
+    with pytest.raises(LayoutError, match=found):
         Placement(LAYOUT, [np.zeros(10, np.uint16)], [Place(0, 0, row(numel)), Place(1, 0, row(4))])
 
 

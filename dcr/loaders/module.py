@@ -77,6 +77,9 @@ class ModuleLoader:
         """See `dcr.seams.Loader.undo`."""
         self._bound.undo(ready)
 
+    def settle(self) -> None:
+        """See `dcr.seams.Loader.settle`: nothing here is made of the weights."""
+
     def digest(self) -> Lanes:
         """See `dcr.seams.Loader.digest`."""
         return self._bound.digest()

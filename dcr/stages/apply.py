@@ -181,6 +181,7 @@ def install(loader: Loader[Any], readies: Sequence[Undoable]) -> None:
         for ready in readies:
             begun.append(ready)
             loader.install(ready)
+        loader.settle()
     except BaseException as error:
         _undo(loader, begun, error)
         raise
@@ -190,6 +191,7 @@ def _undo(loader: Loader[Any], begun: Sequence[Undoable], cause: BaseException) 
     try:
         for ready in reversed(begun):
             loader.undo(ready)
+        loader.settle()
     except BaseException as error:
         error.add_note(f"while undoing an installation that failed with {cause!r}")
         raise Poisoned("an installation failed and could not be undone: live memory may hold half a version") from error

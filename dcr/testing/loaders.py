@@ -205,6 +205,7 @@ class LoaderTests:
         readies = bench.prepare(*bench.changes(Operation.XOR))
         for ready in [*readies, *readies]:
             bench.loader.install(ready)
+        bench.loader.settle()
         bench.require_held("an install that was repeated")
 
     def test_refits_follow_one_another(self) -> None:
@@ -245,6 +246,7 @@ class LoaderTests:
         bench = self._bench()
         for ready in bench.prepare(*bench.changes(Operation.XOR)):
             bench.loader.undo(ready)
+        bench.loader.settle()
         bench.require_unwritten("an undo of what was only prepared")
 
     def test_what_was_undone_can_be_installed_again(self) -> None:
@@ -253,6 +255,7 @@ class LoaderTests:
         self._install_and_undo(bench, readies)
         for ready in readies:
             bench.loader.install(ready)
+        bench.loader.settle()
         bench.require_held("an install after an undo")
 
     # ------------------------------------------------------------------ digest
@@ -332,8 +335,10 @@ class LoaderTests:
     def _install_and_undo(self, bench: Bench, readies: Sequence[Ready]) -> None:
         for ready in readies:
             bench.loader.install(ready)
+        bench.loader.settle()
         for ready in reversed(readies):
             bench.loader.undo(ready)
+        bench.loader.settle()
 
 
 def _of_another_dtype(weight: Weight) -> Weight:

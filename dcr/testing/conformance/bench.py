@@ -89,6 +89,7 @@ class Bench:
         """Everything prepared, then everything installed."""
         for ready in self.prepare(*changes):
             self.loader.install(ready)
+        self.loader.settle()
 
     def dense(self, frame: int) -> Bits:
         """The bits [N] of a frame that the engine should hold."""

@@ -52,6 +52,9 @@ class ArrayLoader:
     def undo(self, ready: Ready) -> None:
         self._placement.undo(ready)
 
+    def settle(self) -> None:
+        """Nothing here is made of the weights."""
+
     def digest(self) -> np.ndarray:
         return self._placement.digest()
 

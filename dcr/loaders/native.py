@@ -1,0 +1,287 @@
+"""Any engine as a loader: its own loader recorded and certified, then updates in place; the rest reloaded by module."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+import torch
+
+from dcr.boxes import Box, Dim
+from dcr.errors import DigestMismatch, ReadBackError, SchemaError, StateError
+from dcr.frames import Layout, Region
+from dcr.loaders.certify import Cast, cast_of, strided
+from dcr.loaders.engine import Engine, Memory, Octets, memories_of, slots_of
+from dcr.loaders.probe import bits_of, dtype_of, torch_of
+from dcr.loaders.record import Kind, Record, Reload, record
+from dcr.loaders.standin import StandIns
+from dcr.loaders.trial import Trial
+from dcr.patch import Change
+from dcr.placement import Place, Placement, wanted
+from dcr.ready import Ready
+from dcr.schema import Schema, TensorSpec
+from dcr.strips import Runs
+from dcr.views import UNSIGNED, Bits, Lanes
+
+SHADOWED = (Kind.CAST, Kind.LAYER, Kind.MODEL)
+
+
+@dataclass(slots=True, eq=False)
+class _Module:
+    """A reload at work.
+
+    dirty: a tensor of it was written since it was last loaded; undone: and has its old bits again. known: a digest of
+    what the last load left, None before the first. before: its memories, and `known`, before the version that is being
+    installed.
+    """
+
+    reload: Reload
+    dirty: bool = False
+    undone: bool = False
+    before: tuple[dict[int, Octets], bytes | None] | None = None
+    known: bytes | None = None
+
+
+class NativeLoader:
+    """An engine rank, updated in place wherever that is proven to equal what the engine's own loader would do.
+
+    Tensors that the engine casts, or has to load itself, are kept here in canonical form too: those, and no others.
+    waive: patterns (as in fnmatch) of published names that the engine need not take, and of weights here that need not
+    be published. partial: True if this is one of several ranks, so that it need not hold everything.
+    """
+
+    def __init__(self, engine: Engine, *, waive: Sequence[str] = (), partial: bool = False) -> None:
+        self._engine = engine
+        self._waive = tuple(waive)
+        self._partial = partial
+        self._recorded: tuple[bytes, bytes, Record] | None = None
+        self._binding: _Binding | None = None
+        self._modules: list[_Module] = []
+
+    @property
+    def record(self) -> Record:
+        """What was found out about the engine's loader."""
+        if self._recorded is None:
+            raise StateError("nothing is recorded yet; call bind first")
+        return self._recorded[2]
+
+    @property
+    def wanted(self) -> dict[int, Runs]:
+        """The canonical runs [R, 2] (start, count) of each tensor that this rank needs."""
+        return wanted(self._bound.places)
+
+    @property
+    def parts(self) -> list[Region]:
+        """The regions that this rank holds; its sums are of them if it is one of several."""
+        return self._bound.placement.parts
+
+    # ------------------------------------------------------------------ the seam
+
+    def bind(self, layout: Layout) -> None:
+        """See `dcr.seams.Loader.bind`. The engine's loader is tried out on stand-ins, unless that is known already."""
+        epoch = self.epoch()
+        known = self._recorded is not None and self._recorded[:2] == (epoch, layout.schema.digest)
+        waived = {tensor for tensor, spec in enumerate(layout.schema.tensors) if self._waived(spec.name)}
+        found = self.record if known else record(self._engine, layout.schema, waived=waived)
+        self._require_taken(layout.schema, found)
+        memories = memories_of(slots_of(self._engine.module))
+        self._require_published(memories, found)
+        self._binding = _Binding(layout, memories, found, self._partial)
+        self._recorded = (epoch, layout.schema.digest, found)
+        self._modules = [_Module(reload) for reload in found.reloads]
+
+    def epoch(self) -> bytes:
+        """See `dcr.seams.Loader.epoch`."""
+        homes = [(slot.path, _home(slot.tensor)) for slot in slots_of(self._engine.module)]
+        return hashlib.blake2b(repr((self._engine.fingerprint(), homes)).encode(), digest_size=16).digest()
+
+    def prepare(self, frame: int, change: Change) -> Ready:
+        """See `dcr.seams.Loader.prepare`."""
+        for module in self._modules:
+            module.before = None  # the version before is installed everywhere
+        return self._bound.placement.prepare(frame, change)
+
+    def read(self, frame: int) -> Bits:
+        """See `dcr.seams.Readable.read`."""
+        return self._bound.placement.read(frame)
+
+    def install(self, ready: Ready) -> None:
+        """See `dcr.seams.Loader.install`."""
+        for module in self._touched(ready):
+            module.dirty, module.undone = True, False
+        self._bound.placement.install(ready)
+
+    def undo(self, ready: Ready) -> None:
+        """See `dcr.seams.Loader.undo`."""
+        for module in self._touched(ready):
+            module.dirty = module.undone = True
+        self._bound.placement.undo(ready)
+
+    def settle(self) -> None:
+        """See `dcr.seams.Loader.settle`: modules that have to be loaded are, or get their old bytes back."""
+        for module in self._modules:
+            if module.undone and module.before is not None:
+                contents, known = module.before
+                self._write(module, contents)
+                module.known = known
+            elif not module.undone and (module.dirty or module.known is None):
+                contents = self._loaded(module.reload)
+                if module.before is None:
+                    module.before = {i: self._bound.memories[i].live.copy() for i in contents}, module.known
+                self._write(module, contents)
+            module.dirty = module.undone = False
+
+    def digest(self) -> Lanes:
+        """See `dcr.seams.Loader.digest`."""
+        for module in self._modules:
+            if module.known is not None and module.known != self._stored(module.reload):
+                raise DigestMismatch(f"{self._names(module.reload)}: memory is not what the engine's loader left there")
+        return self._bound.placement.digest()
+
+    # ------------------------------------------------------------------ modules that the engine has to load
+
+    def _touched(self, ready: Ready) -> list[_Module]:
+        """The modules to load again once a frame is written."""
+        frame = self._bound.layout.frames[ready.frame]
+        of_sums = [self.parts[part].tensor for part in ready.parts] if self._partial else frame.tensors
+        changed = (ready.old_sums != ready.new_sums).any(axis=1)
+        tensors = {tensor for tensor, moved in zip(of_sums, changed, strict=True) if moved}
+        return [module for module in self._modules if tensors.intersection(module.reload.tensors)]
+
+    def _loaded(self, reload: Reload) -> dict[int, Octets]:
+        """What the engine's own loader makes of some memories, now that the shadows of its tensors are written."""
+        bound = self._bound
+        slots = [slot for index in reload.touched for slot in bound.memories[index].slots]
+        with StandIns(slots) as stand_ins:
+            for index, memory in enumerate(stand_ins.memories):
+                stand_ins.scratch(index)[:] = memory.live
+            trial = Trial(self._engine, bound.layout.schema, stand_ins, bound.record.names)
+            seen = trial.load(reload.tensors, bound.canonical, settle=trial.memories)
+            if seen.error is not None:
+                raise seen.error
+            return {i: stand_ins.scratch(reload.touched.index(i)) for i in reload.memories}
+
+    def _write(self, module: _Module, contents: dict[int, Octets]) -> None:
+        for index, octets in contents.items():
+            live = self._bound.memories[index].live
+            live[:] = octets
+            if not np.array_equal(live, octets):
+                raise ReadBackError(f"{self._bound.memories[index].path} did not keep the bytes that were loaded")
+        module.known = self._stored(module.reload)
+
+    def _stored(self, reload: Reload) -> bytes:
+        total = hashlib.blake2b(digest_size=16)
+        for index in reload.memories:
+            total.update(self._bound.memories[index].live.data)
+        return total.digest()
+
+    def _names(self, reload: Reload) -> str:
+        return ", ".join(self._bound.layout.schema.tensors[tensor].name for tensor in reload.tensors[:3])
+
+    # ------------------------------------------------------------------ what is refused
+
+    def _require_taken(self, schema: Schema, found: Record) -> None:
+        """Every published tensor goes somewhere."""
+        for spec, verdict in zip(schema.tensors, found.verdicts, strict=True):
+            if verdict.kind is Kind.SKIP and not self._partial and not self._waived(spec.name):
+                raise SchemaError(
+                    f"{spec.name} is published and goes nowhere here: {verdict.reason}; waive it if it may"
+                )
+
+    def _require_published(self, memories: Sequence[Memory], found: Record) -> None:
+        """Every weight here is written by something that is published."""
+        written = {home.memory for home in found.homes} | {m for reload in found.reloads for m in reload.memories}
+        for index, memory in enumerate(memories):
+            for slot in memory.slots if index not in written else ():
+                if slot.saved and not self._waived(slot.path):
+                    raise SchemaError(
+                        f"{slot.path} is held here and nothing published goes there: "
+                        "it would keep old bits for ever; publish or waive it"
+                    )
+
+    def _waived(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._waive)
+
+    @property
+    def _bound(self) -> _Binding:
+        if self._binding is None:
+            raise StateError("the loader is not bound to a layout yet; call bind first")
+        return self._binding
+
+
+class _Binding:
+    """A record put to use for one layout.
+
+    shadows: canonical bits of the tensors that the engine does not hold as they are.
+    """
+
+    def __init__(self, layout: Layout, memories: Sequence[Memory], found: Record, partial: bool) -> None:
+        self.layout, self.memories, self.record = layout, memories, found
+        self.shadows: dict[int, Bits] = {}
+        self.places: list[Place] = []
+        storages = [memory.bits(memory.live) for memory in memories]
+        homes: dict[int, list[Place]] = defaultdict(list)
+        for home in found.homes:
+            cast = cast_of(layout.schema.tensors[home.tensor], memories[home.memory])
+            homes[home.tensor].append(Place(home.tensor, home.memory, home.box, cast=cast))
+        for tensor, (spec, verdict) in enumerate(zip(layout.schema.tensors, found.verdicts, strict=True)):
+            if verdict.kind in SHADOWED or (verdict.kind is Kind.SKIP and not partial):
+                self.shadows[tensor] = np.zeros(spec.numel, UNSIGNED[spec.width])
+                self.places += _shadow_places(tensor, spec, len(storages), homes[tensor])
+                storages.append(self.shadows[tensor])
+            self.places += homes[tensor]
+        self.placement = Placement(layout, storages, self.places, partial=partial)
+        for place in self.places:
+            if isinstance(place.cast, Cast):
+                self._recall(place, storages[place.storage], place.cast)
+
+    def canonical(self, tensor: int) -> torch.Tensor:
+        """One shadow, as a tensor."""
+        spec = self.layout.schema.tensors[tensor]
+        return torch_of(self.shadows[tensor], dtype_of(spec)).reshape(spec.shape)
+
+    def _recall(self, place: Place, storage: Bits, cast: Cast) -> None:
+        """What the canonical bits behind a cast may have been; if the cast lost some, the digest will say so."""
+        stored = strided(storage, place.box, "here")
+        back = bits_of(torch_of(stored.reshape(-1), cast.target).to(cast.source))
+        strided(self.shadows[place.tensor], place.box, "there")[...] = back.reshape(stored.shape)
+
+
+def _shadow_places(tensor: int, spec: TensorSpec, storage: int, homes: Sequence[Place]) -> list[Place]:
+    """The places of a shadow: what its casts hold, or all of it."""
+    runs = wanted(homes).get(tensor)
+    spans = [(0, spec.numel)] if runs is None else [(start, count) for start, count in runs.tolist()]
+    return [Place(tensor, storage, Box(start, start, (Dim(count, 1, 1),))) for start, count in spans]
+
+
+def _home(tensor: torch.Tensor) -> tuple[object, ...]:
+    storage = tensor.untyped_storage().data_ptr()
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), str(tensor.dtype)
+
+
+class NativeRank:
+    """One of several ranks of an engine, as `dcr.ranks.Ranks` joins them; otherwise as `NativeLoader`."""
+
+    def __init__(self, engine: Engine, *, waive: Sequence[str] = ()) -> None:
+        self._loader = NativeLoader(engine, waive=waive, partial=True)
+        self.epoch, self.prepare, self.install = self._loader.epoch, self._loader.prepare, self._loader.install
+        self.undo, self.settle, self.digest = self._loader.undo, self._loader.settle, self._loader.digest
+
+    @property
+    def record(self) -> Record:
+        """See `NativeLoader.record`."""
+        return self._loader.record
+
+    @property
+    def wanted(self) -> dict[int, Runs]:
+        """See `NativeLoader.wanted`."""
+        return self._loader.wanted
+
+    def bind(self, layout: Layout) -> Sequence[Region]:
+        """See `dcr.seams.RankLoader.bind`."""
+        self._loader.bind(layout)
+        return self._loader.parts
