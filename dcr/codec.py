@@ -139,6 +139,12 @@ RAW = Raw()
 FAST = Gaps("fast", entropy=False)
 GAPS = BALANCED = Gaps("gaps", entropy=True)  # chunks carry the older name: every reader finds that one
 SMALL = CLASSES = Classes()
+_NAMED: dict[str, Raw | Gaps | Classes] = {codec.name: codec for codec in (RAW, FAST, GAPS, CLASSES)}
+
+
+def named(name: str) -> Raw | Gaps | Classes:
+    """One of the codecs here by the name that chunks carry."""
+    return _NAMED[name]
 
 
 def decode(body: bytes, *, operation: Operation, changed: int, numel: int, width: int) -> Change:

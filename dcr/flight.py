@@ -21,8 +21,9 @@ import anyio
 import msgspec
 import numpy as np
 
-from dcr import digest
+from dcr import choice, digest
 from dcr.budget import ByteBudget
+from dcr.choice import Chooser
 from dcr.errors import Fenced, NotCommittedError, RanksLost, StateError, VoteError
 from dcr.leader import COMMIT_TIMEOUT_S, Call, Leader, Opened, Outcome
 from dcr.meeting import Ranks
@@ -57,7 +58,7 @@ class Flights:
         leader: Leader | None,
         head: Head,
         *,
-        codec: Codec | BasedCodec,
+        codec: Codec | BasedCodec | Chooser,
         operation: Operation,
         budget: ByteBudget,
         workers: int,
@@ -113,6 +114,7 @@ class Flights:
             sent_again=again_bytes,
             captured_s=captured_s - began_s,
             wall_s=time.monotonic() - began_s,
+            chosen=choice.merged([one.chosen for one in shipped]),
             stages=stages,
             members=outcome.answers,
         )

@@ -12,6 +12,7 @@ import msgspec
 from dcr import coverage, digest, frames, kernels
 from dcr.baseline import Baseline, HealSet
 from dcr.boxes import Box, Dim
+from dcr.choice import Chosen
 from dcr.coverage import Tally
 from dcr.errors import DigestMismatch, SchemaError, StateError
 from dcr.frames import FrameSpec, Layout, Shard, SourceFrame
@@ -54,6 +55,7 @@ class Shipped(msgspec.Struct, frozen=True, array_like=True):
     changed: int
     wire_bytes: int
     residual_bytes: int
+    chosen: tuple[Chosen, ...] = ()
 
 
 class Part:
@@ -191,18 +193,25 @@ class Part:
             workers=self._workers,
             audited=self._own.start + version % count if count else None,
             captured=captured,
+            is_dense=compress.is_dense,
         )
         refs, wire_bytes, summary = await self._send(construct, self._own[:count], link, compress)
         patches = list(self.baseline.patches())
         if missing := {patch.frame.index for patch in patches} - {ref.frame for ref in refs}:
             raise StateError(f"a stage dropped the chunks of frames {sorted(missing)[:8]}; a version needs them all")
         residual_bytes = sum(self._nbytes(one.group) for one in conversions if one.group.owned)
-        return Shipped(tuple(refs), sum(patch.changed for patch in patches), wire_bytes, residual_bytes), summary
+        changed = sum(patch.changed for patch in patches)
+        return Shipped(tuple(refs), changed, wire_bytes, residual_bytes, self._chosen(compress, len(refs))), summary
+
+    def _chosen(self, compress: Compress, sent: int) -> tuple[Chosen, ...]:
+        """What was made of this rank's frames."""
+        skipped = len(self._own) - sent
+        return (*compress.chosen, *([Chosen("skip", "", "nothing changed", skipped, 0, 0)] if skipped else []))
 
     async def ship_whole(self, link: Writer, compress: Compress) -> Shipped:
         """Send the committed bits of all of this rank's frames."""
         refs, wire_bytes, _ = await self._send(Whole(self.baseline), self._own, link, compress)
-        return Shipped(tuple(refs), 0, wire_bytes, 0)
+        return Shipped(tuple(refs), 0, wire_bytes, 0, compress.chosen)
 
     async def ship_again(self, link: Writer, compress: Compress, wanted: Sequence[int]) -> int:
         """Send those of the frames that are this rank's once more, the same bits as before. Returns bytes sent."""
@@ -221,7 +230,7 @@ class Part:
     async def _send(
         self, first: Stage[int, Patch], own: range, link: Writer, compress: Compress
     ) -> tuple[list[ChunkRef], int, Summary]:
-        transfer, refs = Transfer(link), list[ChunkRef]()
+        transfer, refs = Transfer(link, compress.sent), list[ChunkRef]()
         pipeline: Pipeline[int, ChunkRef] = Pipeline(first, compress, *self._stages, transfer)
         version = compress.identity.version
         summary = await pipeline.run(own, into=refs.append, version=version, observe=self._observe)

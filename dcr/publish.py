@@ -20,6 +20,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from dcr import coverage, digest, plugins
 from dcr.baseline import HealSet
 from dcr.budget import ByteBudget, MiB
+from dcr.choice import LEVELS, Chooser
 from dcr.closing import Contexts, started
 from dcr.errors import StateError
 from dcr.flight import Flights
@@ -41,7 +42,9 @@ class Publisher:
     group: None for one process; else the ranks among which the weights are spread, each of which makes a publisher
     of its own source and calls `publish` for the same versions: a process group of torch.distributed (gloo or nccl)
     that is used for nothing else, or any `dcr.seams.Group`. Other options are the same on all of them.
-    transport: None finds one by the URL's scheme. codec: encodes chunks; a name (see `dcr plugins`) or a value.
+    transport: None finds one by the URL's scheme. codec: how chunks are encoded.
+    A level, which chooses for each frame by what it costs here: "fast" for links at the speed of memory, "balanced", or
+    "small" for links below 1 Gbit/s; or one codec for all, by name (see `dcr plugins`) or value.
     operation: how bit-preserving changes travel. budget: bytes of encoded chunks in flight, 256 MiB by default.
     quorum: how many members that hold the base must prepare a version before it is committed, or "all" of them.
     vote_timeout_s: how long they may take, counted from the seal. stages: stages of your own between compress and
@@ -58,7 +61,7 @@ class Publisher:
         source: Source,
         group: Any = None,
         transport: Transport | None = None,
-        codec: str | Codec | BasedCodec = "gaps",
+        codec: str | Codec | BasedCodec = "balanced",
         operation: Operation = Operation.STEP,
         budget: ByteBudget | None = None,
         quorum: int | Literal["all"] = "all",
@@ -78,7 +81,7 @@ class Publisher:
         self._make_leader = partial(Leader, quorum=quorum, vote_timeout_s=vote_timeout_s, observe=observe)
         self._make_flights = partial(
             Flights,
-            codec=plugins.load("dcr.codecs", codec) if isinstance(codec, str) else codec,
+            codec=_encoder(codec),
             operation=operation,
             budget=budget or ByteBudget(256 * MiB),
             workers=workers,
@@ -281,3 +284,12 @@ def _group(group: Any) -> Group:
         return TorchGroup(group)
     chosen: Group = group
     return chosen
+
+
+def _encoder(codec: str | Codec | BasedCodec) -> Codec | BasedCodec | Chooser:
+    if not isinstance(codec, str):
+        return codec
+    if codec in LEVELS:
+        return Chooser(LEVELS[codec])
+    named: Codec | BasedCodec = plugins.load("dcr.codecs", codec)
+    return named

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import anyio
 
+from dcr.choice import Chosen
 from dcr.errors import StateError
 from dcr.observe import Summary
 from dcr.wire import Identity, MemberRef
@@ -29,7 +30,8 @@ class Report:
     as sent, those sent again included; dense_bytes: a whole checkpoint. residual: the tensors without a map, and
     residual_bytes: of those that were converted for this version. gathered_bytes: what this rank received from other
     ranks of the publisher: records of chunks and digests, never weights. captured_s: from publish until the weights had
-    been read; wall_s: from publish to commit. stages: statistics of the pipeline. members: what each one answered.
+    been read; wall_s: from publish to commit. chosen: the forms in which frames went, and why. stages: statistics of
+    the pipeline. members: what each one answered.
     """
 
     identity: Identity
@@ -45,6 +47,7 @@ class Report:
     sent_again: int
     captured_s: float
     wall_s: float
+    chosen: tuple[Chosen, ...]
     stages: Summary
     members: Mapping[str, str]
 

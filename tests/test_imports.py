@@ -34,6 +34,7 @@ ROOMS = (
     "patch",
     "digest",
     "codec",
+    "choice",
     "wire",
     "commit",
     "frames",

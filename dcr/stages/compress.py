@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,8 +14,9 @@ import anyio.to_thread
 from dcr import codec as codecs
 from dcr import digest, wire
 from dcr.budget import ByteBudget, Lease
+from dcr.choice import Choice, Chooser, Chosen, outgrows
 from dcr.errors import PayloadError
-from dcr.frames import Layout
+from dcr.frames import Frame, Layout
 from dcr.patch import Change, Operation, Patch, relative
 from dcr.pipeline import Inbox, Outbox, serve
 from dcr.seams import BasedCodec, Codec
@@ -76,7 +79,8 @@ class Unpacked:
 class Compress:
     """Patches in, parcels out; each takes its lease here, at its worst case.
 
-    reads_base: every receiver can decode chunks that need their base; else a codec that needs none stands in.
+    codec: what encodes them, or what chooses for each. reads_base: every receiver can decode chunks that need their
+    base; else a codec that needs none stands in. find: a codec by its name.
     """
 
     name = "compress"
@@ -84,16 +88,22 @@ class Compress:
     def __init__(
         self,
         identity: Identity,
-        codec: Codec | BasedCodec,
+        codec: Codec | BasedCodec | Chooser,
         operation: Operation,
         budget: ByteBudget,
         *,
         reads_base: bool = False,
+        find: Callable[[str], Codec | BasedCodec] = codecs.named,
         workers: int = 1,
     ) -> None:
         self.workers = workers
         self.identity = identity
         self._codec = codec
+        self._find = find
+        self._choices: dict[int, Choice] = {}  # a chunk that is sent again is the same
+        self._decoded: set[str] = set()
+        self._tally: dict[Choice, tuple[int, int, int]] = {}
+        self._lock = threading.Lock()
         self._operation = operation
         self._budget = budget
         self._reads_base = reads_base
@@ -118,20 +128,73 @@ class Compress:
     def encode(self, patch: Patch) -> tuple[Chunk, bytes]:
         """The chunk of a patch, and its body; the same bits give the same bytes, however often it is asked for."""
         change = relative(patch, self._operation)
-        name, body = self._encode(patch, change)
+        choice, body = self._encode(patch, change)
         content, changed = digest.total(patch.new_sums), len(change.values)
-        bound = wire.chunk_digest(patch.frame.index, name, change.operation, changed, content, body)
-        chunk = Chunk(self.identity, patch.frame.index, name, int(change.operation), changed, bound, content)
+        bound = wire.chunk_digest(patch.frame.index, choice.codec, change.operation, changed, content, body)
+        chunk = Chunk(self.identity, patch.frame.index, choice.codec, int(change.operation), changed, bound, content)
         return chunk, body
 
-    def _encode(self, patch: Patch, change: Change) -> tuple[str, bytes]:
-        """The name of the codec that was used, and the body."""
-        codec = self._codec
+    @property
+    def chosen(self) -> tuple[Chosen, ...]:
+        """What was chosen so far, and why."""
+        return tuple(Chosen(*choice, *counts) for choice, counts in self._tally.items())
+
+    def is_dense(self, changed: int, numel: int, width: int) -> bool:
+        """Whether a frame of which so many elements changed is sent whole."""
+        if isinstance(self._codec, Chooser):
+            return self._codec.is_dense(changed, numel, width)
+        return outgrows(changed, numel, width)
+
+    def sent(self, nbytes: int, seconds: float) -> None:
+        """What the link took, and how long: it may change what is chosen next."""
+        if isinstance(self._codec, Chooser):
+            self._codec.sent(nbytes, seconds)
+
+    def _encode(self, patch: Patch, change: Change) -> tuple[Choice, bytes]:
+        frame, based = patch.frame, self._reads_base and patch.base is not None and change.positions is not None
+        again = self._choices.get(frame.index)
+        choice = again or self._choose(change, frame.numel, based=based)
+        codec = self._codec if choice.codec == getattr(self._codec, "name", None) else self._find(choice.codec)
+        assert not isinstance(codec, Chooser)
+        began_s = time.perf_counter()
         if is_based(codec):
-            if self._reads_base and patch.base is not None and change.positions is not None:
-                return codec.name, codec.encode(change, patch.frame.numel, base=patch.base)
-            codec = codecs.BALANCED
-        return codec.name, codec.encode(change, patch.frame.numel)
+            assert patch.base is not None
+            body = codec.encode(change, frame.numel, base=patch.base)
+        else:
+            body = codec.encode(change, frame.numel)
+        encode_s = time.perf_counter() - began_s
+        if again is None:
+            self._learn(choice, codec, patch, change, body, encode_s)
+        return choice, body
+
+    def _choose(self, change: Change, numel: int, *, based: bool) -> Choice:
+        codec, dense = self._codec, change.positions is None
+        if isinstance(codec, Chooser):
+            return codec.choose(len(change.values), numel, change.values.itemsize, dense=dense, based=based)
+        if is_based(codec) and not based:
+            return Choice(
+                "dense" if dense else "sparse", codecs.BALANCED.name, f"{codec.name} needs old bits at both ends"
+            )
+        form = "dense" if dense else "class" if is_based(codec) else "sparse"
+        return Choice(form, codec.name, "asked for by name")
+
+    def _learn(
+        self, choice: Choice, codec: Codec | BasedCodec, patch: Patch, change: Change, body: bytes, encode_s: float
+    ) -> None:
+        given, frame = len(change.values), patch.frame
+        with self._lock:
+            self._choices[frame.index] = choice
+            frames, changed, nbytes = self._tally.get(choice, (0, 0, 0))
+            self._tally[choice] = frames + 1, changed + patch.changed, nbytes + len(body)
+            first = choice.codec not in self._decoded
+            self._decoded.add(choice.codec)
+        if not isinstance(self._codec, Chooser):
+            return
+        self._codec.measured(choice, given, frame.numel, frame.width, nbytes=len(body), encode_s=encode_s)
+        if first:  # one of each kind is decoded as well: a reader's cost is part of the choice
+            began_s = time.perf_counter()
+            _decoded(codec, body, change.operation, given, frame, patch.base)
+            self._codec.decoded(choice, given, time.perf_counter() - began_s)
 
 
 class Decompress:
@@ -184,19 +247,27 @@ def decode(
     """
     if chunk.operation not in set(Operation):
         raise PayloadError(f"{chunk.identity}: frame {chunk.frame} has the unknown operation {chunk.operation}")
-    frame, operation, codec = layout.frames[chunk.frame], Operation(chunk.operation), find(chunk.codec)
+    frame, codec = layout.frames[chunk.frame], find(chunk.codec)
+    base = None
+    if is_based(codec):
+        if read is None:
+            raise PayloadError(
+                f"{chunk.identity}: the codec {chunk.codec!r} needs the old bits of frame {chunk.frame}, which the "
+                "loader here cannot read whole; publish with one that needs no base, such as balanced"
+            )
+        base = read(chunk.frame)
+    change = _decoded(codec, body, Operation(chunk.operation), chunk.changed, frame, base)
+    return Unpacked(chunk, change, from_base=base is not None)
+
+
+def _decoded(
+    codec: Codec | BasedCodec, body: bytes, operation: Operation, changed: int, frame: Frame, base: Bits | None
+) -> Change:
     numel, width = frame.numel, frame.width
     if not is_based(codec):
-        change = codec.decode(body, operation=operation, changed=chunk.changed, numel=numel, width=width)
-        return Unpacked(chunk, change)
-    if read is None:
-        raise PayloadError(
-            f"{chunk.identity}: the codec {chunk.codec!r} needs the old bits of frame {chunk.frame}, which the loader "
-            "here cannot read whole; publish with one that needs no base, such as balanced"
-        )
-    base = read(chunk.frame)
-    change = codec.decode(body, operation=operation, changed=chunk.changed, numel=numel, width=width, base=base)
-    return Unpacked(chunk, change, from_base=True)
+        return codec.decode(body, operation=operation, changed=changed, numel=numel, width=width)
+    assert base is not None
+    return codec.decode(body, operation=operation, changed=changed, numel=numel, width=width, base=base)
 
 
 def is_based(codec: Codec | BasedCodec) -> TypeIs[BasedCodec]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from dcr import kernels
 from dcr.baseline import Baseline
+from dcr.choice import outgrows
 from dcr.errors import DigestMismatch, SchemaError, StateError
 from dcr.frames import Frame, SourceFrame
 from dcr.patch import Patch
@@ -66,7 +67,8 @@ class Construct:
 
     plan: the frames whose numbers may come, numbered from `first` on; tables: theirs, where they are kept.
     conversions: groups to convert, in this order. audited: a frame whose captured weights are digested as well, so that
-    a compare that missed something is found. captured: called when everything has been read.
+    a compare that missed something is found. captured: called when everything has been read. is_dense: whether a frame
+    is sent whole, given how many of its elements changed, how many it has, and their width.
     """
 
     name = "construct"
@@ -83,6 +85,7 @@ class Construct:
         workers: int = 1,
         audited: int | None = None,
         captured: Callable[[], None] = lambda: None,
+        is_dense: Callable[[int, int, int], bool] = outgrows,
     ) -> None:
         self.workers = workers
         self.depth = max(1, len(plan) + sum(len(conversion.plan) for conversion in conversions))
@@ -93,6 +96,7 @@ class Construct:
         self._conversions = conversions
         self._audited = audited
         self._captured = captured
+        self._is_dense = is_dense
 
     async def run(self, inbox: Inbox[int], outbox: Outbox[Patch]) -> None:
         """See `dcr.seams.Stage`."""
@@ -132,7 +136,7 @@ class Construct:
         frame, base = self._baseline.layout.frames[index], self._baseline.base(index)
         if base is None:
             return _anchor(frame, table, kind)
-        patch = _delta(frame, table, kind, base)
+        patch = _delta(frame, table, kind, base, self._is_dense)
         if index == self._audited:
             _audit(frame, table, kind, base, patch)
         return patch
@@ -194,11 +198,13 @@ def _whole(frame: Frame, bits: Bits) -> Patch:
     return Patch(frame, None, bits, None, frame.numel, np.zeros_like(new_sums), new_sums)
 
 
-def _delta(frame: Frame, table: Table, kind: int, base: Bits) -> Patch | None:
+def _delta(
+    frame: Frame, table: Table, kind: int, base: Bits, is_dense: Callable[[int, int, int], bool]
+) -> Patch | None:
     positions, bits, old, new_sums, old_sums = kernels.capture(table, frame.keys, base, kind)
     if not len(positions):
         return None
-    if positions.nbytes + bits.nbytes < base.nbytes:
+    if not is_dense(len(positions), frame.numel, frame.width):
         return Patch(frame, positions, bits, base, len(positions), old_sums, new_sums, old)
     dense = base.copy()
     dense[positions] = bits

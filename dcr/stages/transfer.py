@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 
 import anyio
@@ -20,20 +21,27 @@ from dcr.wire import Abort, Chunk, ChunkRef, Message, Open, Seal
 
 
 class Transfer:
-    """Parcels in, what the seal must say of them out; the lease ends when the transport holds the bytes."""
+    """Parcels in, what the seal must say of them out; the lease ends when the transport holds the bytes.
+
+    sent: told of each body's bytes and seconds.
+    """
 
     name = "transfer"
     workers = 1
 
-    def __init__(self, link: Writer) -> None:
+    def __init__(self, link: Writer, sent: Callable[[int, float], None] | None = None) -> None:
         self._link = link
+        self._sent = sent
         self.sent_bytes = 0
 
     async def run(self, inbox: Inbox[Parcel], outbox: Outbox[ChunkRef]) -> None:
         """See `dcr.seams.Stage`."""
         async for parcel in inbox:
+            began_s = time.perf_counter()
             with parcel.lease:
                 await self._link.send(Message(parcel.chunk, parcel.body))
+            if self._sent is not None:
+                self._sent(len(parcel.body), time.perf_counter() - began_s)
             self.sent_bytes += len(parcel.body)
             chunk = parcel.chunk
             await outbox.send(ChunkRef(chunk.frame, chunk.digest, chunk.content, chunk.changed, len(parcel.body)))
