@@ -14,11 +14,8 @@ constexpr size_t BLOCK = 16 * PIECE;
 template <class W>
 void compare_piece(const Span<W>& span, const W* now, const W* base, uint32_t first, uint32_t n, Changes& found) {
     found.reserve(n);
-    const uint32_t* positions = found.positions();
-    W* old = static_cast<W*>(found.old());
-    const size_t count = span.compare(now, base + first, n, first, found.positions(), static_cast<W*>(found.bits()));
-    for (size_t i = 0; i < count; ++i) old[i] = base[positions[i]];
-    found.added(count);
+    found.added(span.compare(now, base + first, n, first, found.positions(), static_cast<W*>(found.bits()),
+                             static_cast<W*>(found.old())));
 }
 
 template <class W>

@@ -29,8 +29,8 @@ struct Pair {
 
 template <class W>
 struct Span {
-    // Writes the numbers (first + i) and the new bits of all i in [0, n) with now[i] != base[i]; returns how many.
-    size_t (*compare)(const W* now, const W* base, size_t n, uint32_t first, uint32_t* positions, W* bits);
+    // Writes the numbers (first + i), new and old bits of all i in [0, n) with now[i] != base[i]; returns how many.
+    size_t (*compare)(const W* now, const W* base, size_t n, uint32_t first, uint32_t* positions, W* bits, W* old);
     // Adds up the digest lanes of n elements: canonical indices index + i * step, or indices[i].
     Sums (*digest)(const W* bits, size_t n, uint64_t index, uint64_t step, Key key);
     Sums (*digest_at)(const W* bits, size_t n, const uint64_t* indices, Key key);
@@ -116,23 +116,26 @@ DCR_INLINE void cast_body(const uint32_t* bits, size_t n, int kind, uint16_t* ou
         for (size_t i = 0; i < n; ++i) out[i] = f16_of(bits[i]);
 }
 
-// Appends the lanes of a 64-byte block whose bits are set in `mask`; lane 0 is now[0] and has `number`.
+// Appends the lanes of a 64-byte block whose bits are set in `mask`; lane 0 is now[0], was base[0] and has `number`.
 //
 // The first few are stored whether they are there or not, and the end of the output moves on past those that are:
 // how many of them there are is what no branch predictor can know.
 template <class W>
-DCR_INLINE size_t append_lanes(uint64_t mask, const W* now, uint32_t number, size_t k, uint32_t* positions, W* bits) {
+DCR_INLINE size_t append_lanes(uint64_t mask, const W* now, const W* base, uint32_t number, size_t k,
+                               uint32_t* positions, W* bits, W* old) {
     constexpr uint64_t LAST = uint64_t(1) << (64 / sizeof(W) - 1);
     for (int i = 0; i < 2; ++i, mask &= mask - 1) {
         const int lane = __builtin_ctzll(mask | LAST);
         positions[k] = number + uint32_t(lane);
         bits[k] = now[lane];
+        old[k] = base[lane];
         k += mask != 0;
     }
     for (; mask; mask &= mask - 1, ++k) {
         const int lane = __builtin_ctzll(mask);
         positions[k] = number + uint32_t(lane);
         bits[k] = now[lane];
+        old[k] = base[lane];
     }
     return k;
 }
@@ -146,7 +149,8 @@ DCR_INLINE uint64_t word_at(const void* at) {
 // Works word by word: first a list of the words that differ, then, for each of them, all its lanes; both lists grow
 // past an entry only if it counts, so nothing but the test of a whole block is left to branch prediction.
 template <class W>
-DCR_INLINE size_t compare_body(const W* now, const W* base, size_t n, uint32_t first, uint32_t* positions, W* bits) {
+DCR_INLINE size_t compare_body(const W* now, const W* base, size_t n, uint32_t first, uint32_t* positions, W* bits,
+                               W* old) {
     constexpr size_t WORD = 8 / sizeof(W), BLOCK = 8 * WORD, LIST = 64 * BLOCK;  // elements
     uint64_t differ[LIST / WORD];
     uint16_t starts[LIST / WORD];
@@ -169,6 +173,7 @@ DCR_INLINE size_t compare_body(const W* now, const W* base, size_t n, uint32_t f
                 const size_t element = list + starts[word] + lane;
                 positions[k] = first + uint32_t(element);
                 bits[k] = now[element];
+                old[k] = base[element];
                 k += W(differ[word] >> (8 * sizeof(W) * lane)) != 0;
             }
         }
@@ -176,6 +181,7 @@ DCR_INLINE size_t compare_body(const W* now, const W* base, size_t n, uint32_t f
     for (; i < n; ++i) {
         positions[k] = first + uint32_t(i);
         bits[k] = now[i];
+        old[k] = base[i];
         k += now[i] != base[i];
     }
     return k;

@@ -37,7 +37,8 @@ DCR_TARGET DCR_INLINE uint64_t unequal(__m256i a0, __m256i a1, __m256i b0, __m25
 // Two vectors of each side at a time make a block. First a list of the blocks that differ, and their masks; then the
 // lanes of each of them. The list grows past an entry only if it counts, so no branch depends on single blocks.
 template <class W>
-DCR_TARGET size_t compare(const W* now, const W* base, size_t n, uint32_t first, uint32_t* positions, W* bits) {
+DCR_TARGET size_t compare(const W* now, const W* base, size_t n, uint32_t first, uint32_t* positions, W* bits,
+                          W* old) {
     constexpr size_t LANES = 32 / sizeof(W), BLOCK = 2 * LANES, LIST = 64 * BLOCK;  // elements
     uint64_t masks[LIST / BLOCK];
     uint32_t starts[LIST / BLOCK];
@@ -50,10 +51,12 @@ DCR_TARGET size_t compare(const W* now, const W* base, size_t n, uint32_t first,
             starts[blocks] = uint32_t(i);
             blocks += masks[blocks] != 0;
         }
-        for (size_t block = 0; block < blocks; ++block)
-            k = append_lanes(masks[block], now + starts[block], first + starts[block], k, positions, bits);
+        for (size_t block = 0; block < blocks; ++block) {
+            const size_t start = starts[block];
+            k = append_lanes(masks[block], now + start, base + start, first + uint32_t(start), k, positions, bits, old);
+        }
     }
-    return k + compare_body(now + i, base + i, n - i, first + uint32_t(i), positions + k, bits + k);
+    return k + compare_body(now + i, base + i, n - i, first + uint32_t(i), positions + k, bits + k, old + k);
 }
 
 template <class W>

@@ -5,8 +5,9 @@ namespace dcr {
 namespace {
 
 template <class W>
-size_t compare(const W* now, const W* base, size_t n, uint32_t first, uint32_t* positions, W* bits) {
-    return compare_body(now, base, n, first, positions, bits);
+size_t compare(const W* now, const W* base, size_t n, uint32_t first, uint32_t* positions, W* bits,
+               W* old) {
+    return compare_body(now, base, n, first, positions, bits, old);
 }
 
 template <class W>
