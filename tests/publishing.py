@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+import anyio
+import numpy as np
 import torch
 import torch.distributed as dist
 from refits import FAST
 from sharded import Net, canonical, fsdp, train
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import dcr.blocking
-from dcr.errors import DcrError
+from dcr.errors import DcrError, LocalError
 from dcr.sources import dtensor
 from dcr.sources.bits import bits_of
+from dcr.sources.group import TorchGroup
 from dcr.testing.faults import FaultyTransport, flip_one_chunk
 
 
@@ -91,9 +98,11 @@ class Side:
 
 
 def folder() -> Path:
-    """A new folder that all ranks know."""
-    names = [tempfile.mkdtemp(prefix="dcr-") if dist.get_rank() == 0 else None]
+    """A new folder that all ranks know; it is removed when the first rank ends."""
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(names, src=0)
+    if dist.get_rank() == 0:
+        Finalize(None, shutil.rmtree, (names[0],), exitpriority=1)
     return Path(str(names[0]))
 
 
@@ -207,3 +216,69 @@ def killed(where: str, doomed: int, silent: bool) -> None:
     record = {"said": said, "waited_s": time.monotonic() - began_s}
     (Path(where) / f"rank-{rank}.json").write_text(json.dumps(record))
     os._exit(0)  # torch would wait for the rank that is lost
+
+
+# ---------------------------------------------------------------------- memory
+
+MiB = 1 << 20
+
+
+def _peak() -> int:
+    """The most memory that this process has held since it was last reset, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def _reset() -> int:
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def sharded_model(tensors: int, elems: int) -> nn.Module:
+    """A model of bf16 tensors, of which each rank makes its shard and nothing else."""
+    world, net = dist.get_world_size(), nn.Module()
+    mesh = init_device_mesh("cpu", (world,))
+    tile = torch.from_numpy(np.random.default_rng(0).integers(0, 1 << 16, MiB, np.uint16)).view(torch.bfloat16)
+    for index in range(tensors):
+        local = tile.repeat(elems // MiB // world)
+        weight = DTensor.from_local(local, mesh, [Shard(0)])
+        net.register_parameter(f"w{index}", nn.Parameter(weight, requires_grad=False))
+    return net
+
+
+def peaks(tensors: int, elems: int, budget_bytes: int) -> list[dict[str, int]]:
+    """What each version takes on this rank, above what it held before the first."""
+    net, where = sharded_model(tensors, elems), folder()
+    group = dist.new_group()
+    options = {"transport": FAST, "budget": dcr.ByteBudget(budget_bytes), "source": dtensor.source(net)}
+    rows = []
+    with dcr.blocking.publisher(f"local://{where}", group=group, **options) as publisher:
+        start = _reset()
+        for version, stride in enumerate((None, 100, 20), start=1):
+            for weight in net.parameters() if stride else ():
+                weight.to_local().view(torch.int16)[version::stride] ^= 5
+            _reset()
+            report = publisher.publish(version).committed()
+            rows.append({"bytes": _peak() - start, "changed": report.changed, "gathered": report.gathered_bytes})
+    return rows
+
+
+def grouped() -> dict[str, Any]:
+    """What a process group does as a `dcr.seams.Group`."""
+    rank = dist.get_rank()
+    lanes = np.array([[2**64 - 1, rank], [0, 0]], np.uint64)
+    facts: dict[str, Any] = {}
+
+    async def meet() -> None:
+        group = TorchGroup(dist.new_group())
+        assert (group.rank, group.world) == (rank, 2)
+        datas = [b"\x01" * 1000 * rank, b"", b"x" + b"\x01" * rank]
+        facts["gathered"] = [await group.gather(data) for data in datas]
+        facts["added"] = (await group.add(lanes)).tolist()
+
+    anyio.run(meet)
+    try:
+        TorchGroup(dist.group.WORLD)
+    except LocalError as error:
+        facts["refused"] = str(error)
+    return facts

@@ -10,6 +10,7 @@ from typing import Any
 import publishing
 import pytest
 import sharded
+from publishing import MiB
 from ranks import _rank, run
 
 FOUR = {
@@ -70,6 +71,19 @@ def test_an_error_on_one_rank_is_told_on_all_and_the_next_version_works(size: in
         assert facts["differ"] == []
         assert facts["resumed"] == 4
         assert facts["goes_on_with"] == (5, False)
+
+
+def test_no_rank_holds_more_than_its_baseline_the_budget_and_what_changed() -> None:
+    """A quarter of a gigabyte over four ranks; what they gather is records, whatever the model's size."""
+    world, tensors, elems, budget_bytes = 4, 8, 16 * MiB, 32 * MiB
+    shard_bytes = 2 * tensors * elems // world
+    for anchor, *deltas in run(world, publishing.peaks, tensors, elems, budget_bytes):
+        assert anchor["bytes"] <= shard_bytes + budget_bytes + 32 * MiB
+        for delta in deltas:
+            own = delta["changed"] // world
+            assert own > 300_000
+            assert delta["bytes"] <= shard_bytes + budget_bytes + 12 * own + 32 * MiB
+            assert delta["gathered"] < 200_000
 
 
 @pytest.mark.parametrize(("doomed", "silent"), [(0, False), (1, False), (1, True)])
