@@ -93,7 +93,7 @@ _MEASURED = {
     ("sparse", GAPS.name): (4.4e-9, 2.2e-9),
     ("class", CLASSES.name): (2.0e-8, 3.0e-8),
     ("dense", RAW.name): (0.3e-9, 0.3e-9),
-    ("dense", GAPS.name): (2.5e-9, 2.5e-9),
+    ("dense", GAPS.name): (1.9e-9, 0.9e-9),
 }
 
 

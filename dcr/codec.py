@@ -41,6 +41,7 @@ from dcr.views import UNSIGNED, Bits, Positions
 RAW_SPARSE, RAW_DENSE, GAPS_SPARSE, PLANES_DENSE, CLASS_SPARSE = range(5)
 STORED, ZSTD, HUFFMAN = range(3)
 SHORT = 32  # bytes: no encoding is tried for streams below it
+SAMPLED = 1 << 16  # bytes: in a stream from this size on matches are looked for in a sample first
 FEW = 4096  # changes: below it, what describes four classes may cost more than they save
 _STREAM = struct.Struct("<BII")
 
@@ -84,7 +85,9 @@ class Gaps:
         if change.positions is None:
             if not self.entropy:
                 return RAW.encode(change, numel)
-            return _join(PLANES_DENSE, [_smallest(plane, structured=True) for plane in _planes(change.values)])
+            return _join(
+                PLANES_DENSE, [_smallest(plane, structured=True) for plane in kernels.planes_of(change.values)]
+            )
         coded = _stored if not self.entropy else _smallest
         body = _join(GAPS_SPARSE, _sparse(change.positions, change.values, coded))
         if len(body) > raw_sparse_bytes(change):
@@ -178,7 +181,7 @@ def decode(body: bytes, *, operation: Operation, changed: int, numel: int, width
             return Change(operation, positions, kernels.values_of(symbols, exceptions, width))
         case 3:
             planes = _split(body, [_exactly(numel)] * width)
-            return _dense(operation, changed, numel, np.stack(planes, axis=1).reshape(-1).view(dtype))
+            return _dense(operation, changed, numel, kernels.of_planes(planes))
         case other:
             raise PayloadError(f"unknown body format {other}; without the old bits this reader knows 0 to 3")
 
@@ -236,11 +239,6 @@ def _sparse(positions: Positions, values: Bits, coded: Callable[[Octets], bytes]
     return [coded(kernels.gaps_of(positions)), coded(symbols), coded(exceptions.view(np.uint8))]
 
 
-def _planes(values: Bits) -> list[Octets]:
-    octets = values.view(np.uint8).reshape(len(values), values.itemsize)
-    return [np.ascontiguousarray(octets[:, plane]) for plane in range(octets.shape[1])]
-
-
 def _stored(raw: NDArray[Any]) -> bytes:
     return _STREAM.pack(STORED, raw.nbytes, raw.nbytes) + raw.tobytes()
 
@@ -248,23 +246,34 @@ def _stored(raw: NDArray[Any]) -> bytes:
 def _smallest(raw: Octets, *, structured: bool = False) -> bytes:
     """One stream [n] in the encoding that makes it smallest.
 
-    zstd is measured only where its matches can beat single bytes' codes: where no code saves anything, where codes are
-    so short (1.5 bits) that some byte must come in long runs, and in a stream that may be structured where it does
-    better on the first sixteenth.
+    zstd is measured only where its matches can beat single bytes' codes: see `_may_match`.
     """
     if raw.nbytes < SHORT:
         return _stored(raw)
     packed, encoding = kernels.pack(raw).tobytes(), HUFFMAN
-    matches = not packed or 16 * len(packed) < 3 * raw.nbytes
-    if structured and not matches:
-        matches = 16 * len(_zstd(raw[: raw.nbytes // 16])) < len(packed)
-    if matches:
+    if _may_match(raw, len(packed) or raw.nbytes, structured):
         matched = _zstd(raw)
         if not packed or len(matched) < len(packed):
             packed, encoding = matched, ZSTD
+    elif not packed:
+        return _stored(raw)
     if len(packed) >= raw.nbytes:
         return _stored(raw)
     return _STREAM.pack(encoding, raw.nbytes, len(packed)) + packed
+
+
+def _may_match(raw: Octets, coded: int, structured: bool) -> bool:
+    """Whether zstd may do better than `coded` bytes.
+
+    It may where codes are so short (1.5 bits) that some byte must come in long runs. Else, where no code saves
+    anything or the stream may be structured, a sixteenth of it in the middle tells.
+    """
+    if 16 * coded < 3 * raw.nbytes or (coded == raw.nbytes and raw.nbytes < SAMPLED):
+        return True
+    if coded < raw.nbytes and not structured:
+        return False
+    size = raw.nbytes // 16
+    return 16 * len(_zstd(raw[raw.nbytes // 2 : raw.nbytes // 2 + size])) < coded
 
 
 def _zstd(raw: Octets) -> bytes:

@@ -79,6 +79,17 @@ def values_of(symbols: Octets, exceptions: Octets, width: int) -> Bits:
     return values
 
 
+def planes_of(values: Bits) -> Octets:
+    """The bytes of elements [N] by significance: octets [width, N], lowest first."""
+    return np.ascontiguousarray(values.view(np.uint8).reshape(len(values), values.itemsize).T)
+
+
+def of_planes(planes: Sequence[Octets]) -> Bits:
+    """The inverse of `planes_of`; each plane is an array of its own, [N]."""
+    values: Bits = np.stack(planes, axis=1).reshape(-1).view(UNSIGNED[len(planes)])
+    return values
+
+
 def pack(data: Octets) -> Octets:
     """A stream [n], Huffman-coded; nothing where that saves less than a fiftieth of it.
 

@@ -20,6 +20,7 @@ Bytes moved, with b bytes per stored element and c after the value map:
     gaps_of, positions_of    5 K          pack       2 n read, what it gives written
     symbols_of, values_of    K (1 + c)    unpack     what it takes + n
     split, merge             N c + 2 K (4 + c)
+    planes_of, of_planes     2 N c
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ __all__ = [
     "gaps_of",
     "gather",
     "merge",
+    "of_planes",
     "pack",
+    "planes_of",
     "positions_of",
     "prepare",
     "read",
@@ -293,6 +296,16 @@ def values_of(symbols: Octets, exceptions: Octets, width: int) -> Bits:
         return _native.values_of(symbols, exceptions, width)
     except ValueError as error:
         raise PayloadError(str(error)) from None
+
+
+def planes_of(values: Bits) -> Octets:
+    """The bytes of elements [N] by significance: octets [width, N], lowest first."""
+    return _native.planes_of(values).reshape(values.itemsize, -1) if NATIVE else coding.planes_of(values)
+
+
+def of_planes(planes: Sequence[Octets]) -> Bits:
+    """The inverse of `planes_of`: elements [N] of as many bytes as there are planes [N]."""
+    return _native.of_planes(list(planes)) if NATIVE else coding.of_planes(planes)
 
 
 def pack(data: Octets) -> Octets:

@@ -347,6 +347,33 @@ nb::object values_of(nb::handle symbols_, nb::handle exceptions_, size_t width) 
     return out;
 }
 
+nb::object planes_of(nb::handle values_) {
+    const Lent values(values_, "values");
+    values.expect(UNSIGNED, 0, 1);
+    nb::object out = empty(values.length() * values.width(), 1);
+    uint8_t* to = static_cast<uint8_t*>(data_of(out));
+    nb::gil_scoped_release released;
+    dcr::planes_of(values.data<void>(), values.width(), values.length(), to);
+    return out;
+}
+
+nb::object of_planes(nb::list planes_) {
+    std::deque<Lent> lent;
+    std::vector<const uint8_t*> planes;
+    for (nb::handle plane : planes_) {
+        lent.emplace_back(plane, "plane").expect(UNSIGNED, 1, 1).expect_size(lent.front().length());
+        planes.push_back(lent.back().data<uint8_t>());
+    }
+    const size_t width = planes.size();
+    if (width != 1 && width != 2 && width != 4 && width != 8)
+        throw std::invalid_argument("no elements have " + std::to_string(width) + " bytes");
+    nb::object out = empty(lent.front().length(), width);
+    void* to = data_of(out);
+    nb::gil_scoped_release released;
+    dcr::of_planes(planes.data(), width, lent.front().length(), to);
+    return out;
+}
+
 nb::object pack(nb::handle data_) {
     const Lent data(data_, "data");
     data.expect(UNSIGNED, 1, 1);
@@ -462,6 +489,8 @@ NB_MODULE(_native, module) {
     module.def("positions_of", &dcr::bindings::positions_of, "gaps"_a, "changed"_a, "numel"_a);
     module.def("symbols_of", &dcr::bindings::symbols_of, "values"_a);
     module.def("values_of", &dcr::bindings::values_of, "symbols"_a, "exceptions"_a, "width"_a);
+    module.def("planes_of", &dcr::bindings::planes_of, "values"_a);
+    module.def("of_planes", &dcr::bindings::of_planes, "planes"_a);
     module.def("pack", &dcr::bindings::pack, "data"_a);
     module.def("unpack", &dcr::bindings::unpack, "packed"_a, "size"_a);
     module.def("split", &dcr::bindings::split, "base"_a, "cuts"_a, "positions"_a, "values"_a);

@@ -364,3 +364,22 @@ def test_arrays_that_are_not_what_a_kernel_takes_are_refused() -> None:
         kernels.values_of(octets(1), octets(), 3)
     with pytest.raises(PayloadError):
         kernels.positions_of(octets(0), 1, 1 << 33)
+
+
+# ---------------------------------------------------------------------- planes
+
+
+@every_width
+@pytest.mark.parametrize("N", [0, 1, 31, 4095, 4096, 4097, 10_000])
+def test_planes_agree_and_come_back(N: int, width: int) -> None:
+    values = random_bits(0, N, width)
+    planes = kernels.planes_of(values)
+    same(planes, coding.planes_of(values))
+    for implementation in (kernels, coding):
+        same(implementation.of_planes(list(planes)), values)
+
+
+@pytest.mark.parametrize("planes", [[3, 4], [3, 3, 3], []], ids=str)
+def test_planes_that_make_no_elements_are_refused(planes: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"elements"):
+        _native.of_planes([np.zeros(size, np.uint8) for size in planes])

@@ -1,5 +1,6 @@
 #include "streams.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -29,7 +30,41 @@ void fill_exceptions(const uint8_t* symbols, size_t K, const uint8_t* exceptions
     for_escapes(symbols, K, [&](size_t i, size_t e) { std::memcpy(out + i, exceptions + e * sizeof(W), sizeof(W)); });
 }
 
+// A few bytes at a time, so that what is read stays in the cache until all of its planes are written.
+constexpr size_t PLANE_STEP = 4096;
+
+template <class W>
+void split_planes(const W* values, size_t n, uint8_t* planes) {
+    for (size_t start = 0; start < n; start += PLANE_STEP) {
+        const size_t end = std::min(n, start + PLANE_STEP);
+        for (size_t byte = 0; byte < sizeof(W); ++byte) {
+            uint8_t* plane = planes + byte * n;
+            for (size_t i = start; i < end; ++i) plane[i] = uint8_t(values[i] >> (8 * byte));
+        }
+    }
+}
+
+template <class W>
+void join_planes(const uint8_t* const* planes, size_t n, W* values) {
+    for (size_t start = 0; start < n; start += PLANE_STEP) {
+        const size_t end = std::min(n, start + PLANE_STEP);
+        for (size_t i = start; i < end; ++i) values[i] = planes[0][i];
+        for (size_t byte = 1; byte < sizeof(W); ++byte) {
+            const uint8_t* plane = planes[byte];
+            for (size_t i = start; i < end; ++i) values[i] = W(values[i] | W(W(plane[i]) << (8 * byte)));
+        }
+    }
+}
+
 }  // namespace
+
+void planes_of(const void* values, size_t width, size_t n, uint8_t* planes) {
+    with_width(width, [&](auto zero) { split_planes(static_cast<const decltype(zero)*>(values), n, planes); });
+}
+
+void of_planes(const uint8_t* const* planes, size_t width, size_t n, void* values) {
+    with_width(width, [&](auto zero) { join_planes(planes, n, static_cast<decltype(zero)*>(values)); });
+}
 
 size_t gaps_room(const uint32_t* positions, size_t K) { return K + (K ? positions[K - 1] / ESCAPE : 0) + GAP_SLACK; }
 

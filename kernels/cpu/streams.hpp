@@ -27,4 +27,9 @@ void exceptions_of(const void* values, size_t width, const uint8_t* symbols, siz
 // symbols [K] and exceptions, `bytes` of them and not necessarily aligned -> out [K].            Moves K (1 + width).
 void values_of(const uint8_t* symbols, size_t K, const uint8_t* exceptions, size_t bytes, size_t width, void* out);
 
+// The bytes of elements [n] by significance, lowest first: planes [width * n].                       Moves 2 n width.
+void planes_of(const void* values, size_t width, size_t n, uint8_t* planes);
+// The inverse; planes [width] of n bytes each.                                                       Moves 2 n width.
+void of_planes(const uint8_t* const* planes, size_t width, size_t n, void* values);
+
 }  // namespace dcr
