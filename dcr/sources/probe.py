@@ -86,6 +86,7 @@ def source(
         lambda: [*_tensors(weights), *_masters(masters or {})],
         residual=_residual(schema, found, failed, parts, peers),
         peers=peers,
+        proved=not failed,
     )
 
 

@@ -68,10 +68,15 @@ class StandIns:
 
     def random(self, seed: int) -> tuple[list[Bits], dict[str, torch.Tensor]]:
         """The group in random bits, as memory and as tensors over it; each rank has its own."""
-        memory = [
-            random_bits(one.tensor.numel(), one.dtype, (seed, self.first, index))
-            for index, one in enumerate(self.tensors)
-        ]
+        sizes: dict[str, int] = {}
+        for one in self.tensors:
+            sizes[one.dtype] = sizes.get(one.dtype, 0) + one.tensor.numel()
+        drawn = {dtype: random_bits(size, dtype, (seed, self.first)) for dtype, size in sizes.items()}
+        memory: list[Bits] = []
+        for one in self.tensors:
+            rest, n = drawn[one.dtype], one.tensor.numel()
+            drawn[one.dtype] = rest[n:]
+            memory.append(rest[:n])
         return memory, self._named(
             [tensor_of(bits, one.dtype, one.tensor.shape) for bits, one in zip(memory, self.tensors, strict=True)]
         )
