@@ -29,9 +29,38 @@ LAYER = r"decoder\.layers\.(?P<layer>\d+)\."
 TO = "model.layers.{layer}."
 EXPERT = TO + "mlp.experts.{expert}."
 
-# Parameter names as a regular expression, what is done to the tensor (a name in WAYS), canonical names. The first rule
-# that fits counts. {layer} and {expert} are numbers in the whole model.
-Rule = tuple[str, str, Sequence[str]]
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The sizes that parameter names and shapes do not tell.
+
+    query_heads, kv_groups: of the whole model. vocab_size: without the padding. experts: of the whole model.
+    tied: the output layer, where a pipeline's last stage has one, is a copy of the embedding.
+    layers: each layer's number in the whole model, by its path; None: what the layers say (`layer_number`), or else
+    the number in the path.
+    tp, etp: this rank's tensor-parallel groups, of dense and of expert weights; None means no such parallelism.
+    ep_rank, ep_size: the expert-parallel rank and size.
+    """
+
+    query_heads: int
+    kv_groups: int
+    vocab_size: int
+    experts: int = 0
+    tied: bool = False
+    layers: Mapping[str, int] | None = None
+    tp: dist.ProcessGroup | None = None
+    etp: dist.ProcessGroup | None = None
+    ep_rank: int = 0
+    ep_size: int = 1
+
+
+# What a way yields: a local expert's number (0 without experts), and one tensor per canonical name.
+Parts = Iterable[tuple[int, Sequence[torch.Tensor]]]
+Way = Callable[[torch.Tensor, Geometry], Parts]
+
+# Parameter names as a regular expression, what is done to the tensor (a name in WAYS, or a function), canonical names.
+# The first rule that fits counts. {layer} and {expert} are numbers in the whole model.
+Rule = tuple[str, str | Way, Sequence[str]]
 RULES: Sequence[Rule] = (
     (r"embedding\.word_embeddings\.weight", "vocab", ["model.embed_tokens.weight"]),
     (r"output_layer\.weight", "vocab", ["lm_head.weight"]),
@@ -89,30 +118,6 @@ RULES: Sequence[Rule] = (
 TIED: Sequence[Rule] = ((r"output_layer\.weight", "vocab", ["model.embed_tokens.weight"]),)
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """The sizes that parameter names and shapes do not tell.
-
-    query_heads, kv_groups: of the whole model. vocab_size: without the padding. experts: of the whole model.
-    tied: the output layer, where a pipeline's last stage has one, is a copy of the embedding.
-    layers: each layer's number in the whole model, by its path; None: what the layers say (`layer_number`), or else
-    the number in the path.
-    tp, etp: this rank's tensor-parallel groups, of dense and of expert weights; None means no such parallelism.
-    ep_rank, ep_size: the expert-parallel rank and size.
-    """
-
-    query_heads: int
-    kv_groups: int
-    vocab_size: int
-    experts: int = 0
-    tied: bool = False
-    layers: Mapping[str, int] | None = None
-    tp: dist.ProcessGroup | None = None
-    etp: dist.ProcessGroup | None = None
-    ep_rank: int = 0
-    ep_size: int = 1
-
-
 def source(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     geometry: Geometry,
@@ -154,19 +159,15 @@ class Exporter:
                 fields["layer"] = str(self._geometry.layers[name[: match.end("layer")]])
             named_expert = fields.get("expert", fields.get("grouped"))
             first = self._geometry.ep_rank * (self._geometry.experts // self._geometry.ep_size)
-            for expert, parts in WAYS[way](tensor, self._geometry):
+            for expert, parts in way(tensor, self._geometry):
                 fields["expert"] = str(first + int(named_expert or expert))
                 yield from ((target.format(**fields), part) for target, part in zip(names, parts, strict=True))
 
-    def _rule(self, name: str) -> tuple[re.Match[str], str, Sequence[str]]:
+    def _rule(self, name: str) -> tuple[re.Match[str], Way, Sequence[str]]:
         for pattern, way, names in self._rules:
             if match := pattern.fullmatch(name):
-                return match, way, names
+                return match, WAYS[way] if isinstance(way, str) else way, names
         raise SchemaError(f"no rule says how {name} is exported; pass one in `rules`")
-
-
-# What a way yields: a local expert's number (0 without experts), and one tensor per canonical name.
-Parts = Iterable[tuple[int, Sequence[torch.Tensor]]]
 
 
 def _whole(tensor: torch.Tensor, _: Geometry) -> Parts:
@@ -220,7 +221,7 @@ def _experts_out(tensor: torch.Tensor, geometry: Geometry) -> Parts:
         yield expert, [torch.cat(_gathered(one.t().contiguous(), geometry.etp), 1)]
 
 
-WAYS: Mapping[str, Callable[[torch.Tensor, Geometry], Parts]] = {
+WAYS: Mapping[str, Way] = {
     "whole": _whole,
     "row": _row,
     "column": _column,
