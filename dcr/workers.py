@@ -21,9 +21,10 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -218,6 +219,46 @@ class Worker:
         if isinstance(answer, Failed):
             raise _error(answer, self._rank)
         return answer, data
+
+
+@contextmanager
+def listening(host: str | None = None) -> Iterator[tuple[socket.socket, str]]:
+    """A socket for workers to connect to, and its address for `connect`: a file that only this user can open.
+
+    host: a name of this host under which workers on other hosts reach it; then it is a TCP socket, at a free port.
+    """
+    if host is not None:
+        with socket.create_server(("", 0)) as listener:
+            yield listener, f"tcp:{host}:{listener.getsockname()[1]}"
+        return
+    with TemporaryDirectory(prefix="dcr-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/ranks")
+        listener.listen()
+        yield listener, f"unix:{folder}/ranks"
+
+
+def connect(address: str, *, timeout_s: float = 60.0) -> socket.socket:
+    """A connection to an address that `listening` gave.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    kind, _, place = address.partition(":")
+    if kind == "tcp":
+        host, _, port = place.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    else:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(place)
+    connection.settimeout(None)
+    return connection
+
+
+def hang_up(connection: socket.socket) -> None:
+    """End a connection that another thread may be waiting on."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def accept(listener: socket.socket, world: int, key: bytes, *, timeout_s: float = 60.0) -> list[Worker]:

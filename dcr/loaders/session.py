@@ -1,0 +1,69 @@
+"""Sessions: a rank is written only while one is open, and its model does not run meanwhile.
+
+A session that nobody closes, since the process that wrote was lost half-way, leaves a model that refuses to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from dcr.errors import Poisoned, StateError
+from dcr.seams import RankLoader
+
+
+class Session:
+    """One rank of a model, behind a session; see `dcr.seams.RankLoader`.
+
+    The model is guarded where it is called as a module: what replays a captured graph has to be kept from it otherwise.
+    """
+
+    def __init__(self, loader: RankLoader[Any], model: torch.nn.Module) -> None:
+        self._loader = loader
+        self._model = model
+        self._barrier: RemovableHandle | None = None
+        self._half = False
+        self.bind, self.epoch, self.prepare, self.digest = loader.bind, loader.epoch, loader.prepare, loader.digest
+
+    def open(self) -> None:
+        """Let writes through, and the model no more."""
+        if self._barrier is None:
+            self._barrier = self._model.register_forward_pre_hook(_refuse)
+
+    def close(self) -> None:
+        """The other way round.
+
+        Raises:
+            Poisoned: the last write failed here and nothing has undone it; the session stays open.
+        """
+        if self._half:
+            raise Poisoned("this rank may hold half a version: it has to be undone or seeded first")
+        if self._barrier is not None:
+            self._barrier.remove()
+            self._barrier = None
+
+    def install(self, ready: Any) -> None:
+        """See `dcr.seams.Loader.install`."""
+        self._write(self._loader.install, ready)
+
+    def undo(self, ready: Any) -> None:
+        """See `dcr.seams.Loader.undo`."""
+        self._write(self._loader.undo, ready)
+
+    def settle(self) -> None:
+        """See `dcr.seams.Loader.settle`."""
+        self._write(self._loader.settle)
+
+    def _write(self, write: Callable[..., None], *ready: Any) -> None:
+        if self._barrier is None:
+            raise StateError("no weight update session is open; install within `loader.updating(version)`")
+        self._half = True
+        write(*ready)
+        self._half = False
+
+
+def _refuse(*_: Any) -> None:
+    raise Poisoned("weights are being written, or were when the process that wrote was lost: this model must not run")

@@ -1,0 +1,190 @@
+"""A vLLM engine, with all its workers, as the loader of one member.
+
+This is the side of the process that made the engine (`LLM` or `AsyncLLM`); `dcr.loaders.vllm_worker` is that of the
+workers. vLLM itself is imported by the workers only. The engine must have been made with
+`weight_transfer_config={"backend": "dcr"}`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Literal
+
+import anyio.from_thread
+import anyio.to_thread
+
+from dcr import workers
+from dcr.errors import Poisoned, StateError
+from dcr.frames import Layout
+from dcr.patch import Change
+from dcr.ranks import Joint, Ranks
+from dcr.version import Version
+from dcr.views import Lanes
+from dcr.workers import Worker
+
+
+def register() -> None:
+    """Make the weight transfer backend "dcr" known to vLLM; its plugins are called in every process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if "dcr" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("dcr", "dcr.loaders.vllm_worker", "Transfer")
+
+
+class VllmLoader:
+    """An async context manager, and within it a `dcr.seams.Loader` of all ranks of an engine.
+
+    pause: what happens to requests that run when a version is installed: "keep" freezes them, and they go on with new
+    weights; "wait" lets them end; "abort" ends them. An `LLM` runs nothing between two calls and is not paused.
+    waive: patterns (as in fnmatch) of published names that this engine may not have. host: see `dcr.workers.listening`.
+    timeout_s: how long a worker may take for one answer; recording a model takes several loads of it.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        pause: Literal["keep", "wait", "abort"] = "keep",
+        waive: Sequence[str] = (),
+        host: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._engine = engine
+        self._pause_mode = pause
+        self._waive = list(waive)
+        self._host = host
+        self._timeout_s = timeout_s
+        self._workers: list[Worker] = []
+        self._ranks: Ranks | None = None
+        self._updating = False
+
+    async def __aenter__(self) -> VllmLoader:
+        key = secrets.token_bytes(32)
+        with workers.listening(self._host) as (listener, address):
+            info = {"address": address, "key": key.hex(), "waive": self._waive}
+            told = await self._all("init_weight_transfer_engine", init_info=info)
+            self._workers = await anyio.to_thread.run_sync(
+                lambda: workers.accept(listener, len(told), key, timeout_s=self._timeout_s)
+            )
+        self._ranks = Ranks(self._workers)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        for worker in self._workers:
+            worker.close()
+        self._ranks = None
+
+    @asynccontextmanager
+    async def updating(self, version: Version) -> AsyncIterator[None]:
+        """Within, `version.install()`: the engine is paused; afterwards caches are flushed, and it shows the version.
+
+        If the install was undone, the engine goes on as before. If it has poisoned the member, the engine stays paused,
+        and its model refuses to run, until a version has been installed.
+        """
+        if not self._updating:
+            await self._pause()
+            await self._all("start_weight_update")
+            self._updating = True
+        try:
+            yield
+        except Poisoned:
+            raise
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._resume(version)
+            raise
+        await self._resume(version)
+
+    # ------------------------------------------------------------------ as a loader
+
+    def bind(self, layout: Layout) -> None:
+        """See `dcr.seams.Loader.bind`; the engine is paused meanwhile, since its loader is tried out."""
+        if self._updating:
+            self._bound.bind(layout)
+            return
+        anyio.from_thread.run(self._pause)
+        try:
+            self._bound.bind(layout)
+        finally:
+            anyio.from_thread.run(self._go_on)
+
+    def epoch(self) -> bytes:
+        """See `dcr.seams.Loader.epoch`."""
+        return self._bound.epoch()
+
+    def prepare(self, frame: int, change: Change) -> Joint:
+        """See `dcr.seams.Loader.prepare`."""
+        return self._bound.prepare(frame, change)
+
+    def install(self, ready: Joint) -> None:
+        """See `dcr.seams.Loader.install`."""
+        self._bound.install(ready)
+
+    def undo(self, ready: Joint) -> None:
+        """See `dcr.seams.Loader.undo`."""
+        self._bound.undo(ready)
+
+    def settle(self) -> None:
+        """See `dcr.seams.Loader.settle`."""
+        self._bound.settle()
+
+    def digest(self) -> Lanes:
+        """See `dcr.seams.Loader.digest`."""
+        return self._bound.digest()
+
+    @property
+    def _bound(self) -> Ranks:
+        if self._ranks is None:
+            raise StateError('no worker is connected: use `async with dcr.loader("vllm", engine) as loader`')
+        return self._ranks
+
+    # ------------------------------------------------------------------ the engine
+
+    async def _pause(self) -> None:
+        if self._pauses:
+            await self._engine.pause_generation(mode=self._pause_mode, clear_cache=False)
+
+    async def _go_on(self) -> None:
+        if self._pauses:
+            await self._engine.resume_generation()
+
+    async def _resume(self, version: Version) -> None:
+        """End the update. What the old weights left in caches is flushed before the new number is shown."""
+        await self._all("finish_weight_update")
+        if version.installed:
+            flushed = await _answer(self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+            if not flushed:
+                raise StateError(
+                    "vLLM did not reset its prefix cache: it stays paused; resume it if old KV is accepted"
+                )
+            await _answer(self._core.reset_mm_cache())
+            await _answer(self._core.reset_encoder_cache())
+            name = "update_weight_version" if self._pauses else "set_weight_version"
+            await _answer(getattr(self._core, name)(str(version.number)))
+        self._updating = False
+        await self._go_on()
+
+    async def _all(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of every worker; what each one returned."""
+        answers: list[Any] = await _answer(self._core.collective_rpc(method, kwargs=arguments))
+        return answers
+
+    @property
+    def _pauses(self) -> bool:
+        """An `LLM` is not paused: it runs only while it is called."""
+        return hasattr(self._engine, "pause_generation")
+
+    @property
+    def _core(self) -> Any:
+        return getattr(self._engine, "llm_engine", self._engine)
+
+
+async def _answer(value: Any) -> Any:
+    """What `AsyncLLM` answers later, and `LLM` at once."""
+    return await value if inspect.isawaitable(value) else value

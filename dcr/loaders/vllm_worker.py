@@ -1,0 +1,164 @@
+"""vLLM, seen from within one of its workers: the rank that a member's process calls over a socket.
+
+vLLM makes a `Transfer` in every worker when it is configured with `WeightTransferConfig(backend="dcr")`. It opens a
+connection to the member's process and serves there, in a thread of its own: what is prepared is prepared beside
+generation. Weights are written only within a weight update session of vLLM, and while one is open the model does not
+run: a session that nobody finishes, since the member's process died, leaves an engine that refuses to serve.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import set_current_vllm_config
+from vllm.distributed import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.utils import device_loading_context
+
+from dcr import workers
+from dcr.errors import StateError
+from dcr.loaders.engine import Pairs
+from dcr.loaders.native import NativeRank
+from dcr.loaders.session import Session
+
+# Buffers that vLLM makes itself; a checkpoint may bring them (an fp8 KV cache's scales), and need not.
+OWN = ("*._k_scale", "*._v_scale", "*._q_scale", "*._prob_scale")
+
+
+class VllmEngine:
+    """One vLLM worker's model, its own loader and its post-load steps; see `dcr.loaders.engine.Engine`."""
+
+    replaces = False
+
+    def __init__(self, model: torch.nn.Module, config: Any, device: torch.device) -> None:
+        self.module = model
+        self._config = config
+        self._device = device
+
+    def load(self, pairs: Pairs) -> None:
+        """See `dcr.loaders.engine.Engine.load`."""
+        with self._as_loaded():
+            self.module.load_weights(list(pairs))
+
+    def settle(self, modules: Set[str]) -> None:
+        """See `dcr.loaders.engine.Engine.settle`: the order is vLLM's own, layers and then attention."""
+        written = {self.module.get_submodule(name) for name in modules}
+        every = list(self.module.modules())
+        with self._as_loaded():
+            for module in every:
+                method = getattr(module, "quant_method", None)
+                if module in written and isinstance(method, QuantizeMethodBase):
+                    with device_loading_context(module, self._device):
+                        method.process_weights_after_loading(module)
+            for module in every:
+                if is_deferred_attention_layer(module) and not written.isdisjoint(module.modules()):
+                    with device_loading_context(module, self._device):
+                        module.process_weights_after_loading(self._config.model_config.dtype)
+
+    def fingerprint(self) -> bytes:
+        """See `dcr.loaders.engine.Engine.fingerprint`."""
+        parallel = self._config.parallel_config
+        group = get_world_group()
+        kinds = [type(getattr(module, "quant_method", None)).__name__ for module in self.module.modules()]
+        maps = [
+            buffer.tolist()
+            for name, buffer in self.module.named_buffers()
+            if "expert" in name and not buffer.is_floating_point()
+        ]
+        facts = (
+            vllm.__version__,
+            torch.__version__,
+            type(self.module).__name__,
+            (group.rank_in_group, group.world_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
+            (parallel.data_parallel_index, parallel.data_parallel_size, parallel.enable_expert_parallel),
+            kinds,
+            maps,
+        )
+        return repr(facts).encode()
+
+    @contextmanager
+    def _as_loaded(self) -> Iterator[None]:
+        """What vLLM's loaders expect around them."""
+        with set_current_vllm_config(self._config), torch.no_grad():
+            yield
+
+
+@dataclass
+class Told(WeightTransferInitInfo):
+    """What `init_weight_transfer_engine` says: where the member's process listens, its key in hex, names to waive."""
+
+    address: str
+    key: str
+    waive: Sequence[str] = ()
+
+
+@dataclass
+class Nothing(WeightTransferUpdateInfo):
+    """`update_weights` says nothing: weights come from the run."""
+
+
+class Transfer(WeightTransferEngine):  # type: ignore[misc]
+    """vLLM's weight transfer backend "dcr", in one worker."""
+
+    init_info_cls = Told
+    update_info_cls = Nothing
+    supports_draft_weight_update = False
+
+    _session: Session | None = None
+    _connection: socket.socket | None = None
+
+    def init_transfer_engine(self, init_info: Told) -> None:
+        """Connect to the member's process, and serve it until it closes."""
+        self.shutdown()
+        engine = VllmEngine(self.model, self.vllm_config, self.device)
+        self._session = Session(NativeRank(engine, waive=(*OWN, *init_info.waive)), self.model)
+        self._connection = workers.connect(init_info.address)
+        group = get_world_group()
+        told = {"key": bytes.fromhex(init_info.key), "rank": group.rank_in_group, "world": group.world_size}
+        serving = (self._connection, self._session)
+        threading.Thread(target=workers.serve, args=serving, kwargs=told, name="dcr-rank", daemon=True).start()
+
+    def start_weight_update(self) -> None:
+        """Let the member's process write."""
+        self._joined.open()
+
+    def finish_weight_update(self) -> None:
+        """Let the model run again."""
+        self._joined.close()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """See `receive_weights`."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Nothing) -> None:  # noqa: ARG002
+        """Not how weights come.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError("weights come from the run: install a version of `dcr.subscriber` instead of update_weights")
+
+    def shutdown(self) -> None:
+        """Close the connection; the serving thread ends."""
+        if self._connection is not None:
+            workers.hang_up(self._connection)
+            self._connection = None
+
+    @property
+    def _joined(self) -> Session:
+        if self._session is None:
+            raise StateError('this worker is in no member yet: enter `dcr.loader("vllm", engine)` first')
+        return self._session

@@ -1,0 +1,239 @@
+"""Real vLLM engines follow a trainer: after each refit every byte is what vLLM's own loader makes of its checkpoint."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+
+from models import FAMILIES, Trainer, make_checkpoint
+
+import dcr
+from dcr.errors import Poisoned, ReadBackError
+from dcr.transports.local import LocalTransport
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+
+HERE = Path(__file__).parent
+FAST = LocalTransport(poll_s=0.01, fsync=False)
+PROMPTS = [[5, 6, 7, 8, 9], [100, 200, 300]]
+REFITS = 5
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "skip_tokenizer_init": True,
+    "worker_extension_cls": "canonical_weights.Inspector",
+    "weight_transfer_config": {"backend": "dcr"},
+}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM needs to run here, and its workers to find the tests' patch."""
+    for name, value in {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+def sampling(count: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+
+
+class Engine:
+    """An engine under test: one rank in this process (`LLM`), or several in worker processes (`AsyncLLM`)."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    async def ask(self, method: str, *args: Any) -> list[Any]:
+        """What a method of the inspector says in each worker."""
+        if hasattr(self.engine, "llm_engine"):
+            return self.engine.collective_rpc(method, args=args)
+        return await self.engine.collective_rpc(method, args=args)
+
+    async def tokens(self) -> list[list[int]]:
+        """What it generates, greedily."""
+        if hasattr(self.engine, "llm_engine"):
+            prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+            done = self.engine.generate(prompts, sampling(8), use_tqdm=False)
+            return [list(one.outputs[0].token_ids) for one in done]
+        return [await self.answer(prompt, 8) for prompt in PROMPTS]
+
+    async def answer(self, prompt: list[int], count: int) -> list[int]:
+        """What an `AsyncLLM` says to one prompt."""
+        async for one in self.engine.generate(
+            {"prompt_token_ids": prompt}, sampling(count), request_id=os.urandom(8).hex()
+        ):
+            last = one
+        return list(last.outputs[0].token_ids)
+
+    async def version(self) -> str:
+        """The version that it shows."""
+        if hasattr(self.engine, "llm_engine"):
+            return self.engine.get_weight_version()
+        return await self.engine.get_weight_version()
+
+
+@asynccontextmanager
+async def running(checkpoint: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if ranks == 1 else "1")
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    if ranks == 1:
+        one = Engine(LLM(model=str(checkpoint), **SETTINGS))
+        try:
+            yield one
+        finally:
+            one.engine.llm_engine.engine_core.shutdown()
+            del one.engine
+            gc.collect()
+            cleanup_dist_env_and_memory()
+        return
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(model=str(checkpoint), tensor_parallel_size=ranks, **SETTINGS)
+    several = AsyncLLM.from_engine_args(arguments)
+    try:
+        yield Engine(several)
+    finally:
+        several.shutdown()
+
+
+def moved(before: list[dict[str, int]], after: list[dict[str, int]]) -> list[str]:
+    """Tensors of any rank that do not lie where they lay; vLLM itself may move a rotary cache at its first request."""
+    pairs = [(name, at, new[name]) for old, new in zip(before, after, strict=True) for name, at in old.items()]
+    return sorted({name for name, then, now in pairs if then != now and "cos_sin_cache" not in name})
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def cases() -> list[Any]:
+    """Families by ranks; those that every change is checked with come without the mark `matrix`."""
+    every = [(family, ranks) for ranks in (1, 2) for family in FAMILIES]
+    first = [("llama", 2), ("qwen3_moe", 2), *((family, 1) for family in FAMILIES)]
+    return [pytest.param(*case, marks=[] if case in first else [pytest.mark.matrix]) for case in every]
+
+
+@pytest.mark.parametrize(("family", "ranks"), cases())
+async def test_every_byte_is_what_the_engines_own_loader_makes_of_the_checkpoint(
+    family: str, ranks: int, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await follow(make_checkpoint(family, checkpoints / family), ranks, tmp_path, monkeypatch, share=0.02)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_real_weights_follow_too(
+    ranks: int, real_weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await follow(real_weights, ranks, tmp_path, monkeypatch, share=0.004)
+
+
+async def follow(checkpoint: Path, ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch, *, share: float) -> None:
+    """An engine follows some refits, and is compared byte by byte, and token by token, after each of them."""
+    trainer = Trainer(checkpoint)
+    url = f"local://{folder / 'run'}"
+    async with running(checkpoint, ranks, monkeypatch) as engine:
+        said: list[list[list[int]]] = []
+        pointers = await engine.ask("pointers")
+        async with (
+            dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
+            dcr.loader("vllm", engine.engine) as loader,
+        ):
+            await (await publisher.publish(1)).committed()
+            async with dcr.subscriber(url, loader=loader, member="vllm", transport=FAST) as versions:
+                assert versions.version == 1, "what vLLM loaded is what the trainer holds"
+                await publisher.joined(1)
+                for number in range(2, REFITS + 2):
+                    trainer.step(seed=number, share=share)
+                    saved = trainer.save(folder / f"checkpoint-{number % 2}")
+                    await publisher.publish(number)
+                    version = await anext(versions)
+                    assert (version.number, version.kind) == (number, "delta")
+                    async with loader.updating(version):
+                        await version.install()
+                    for found in await engine.ask("differing", str(saved)):
+                        assert len(found["compared"]) > 10
+                        assert found["differing"] == []
+                    assert moved(pointers, await engine.ask("pointers")) == []
+                    assert await engine.version() == str(number)
+                    said.append(await engine.tokens())
+        digests = await engine.ask("digests")
+    assert len({str(one) for one in said}) > 1, "refits changed what it generates"
+    async with running(saved, ranks, monkeypatch) as fresh:
+        assert await fresh.tokens() == said[-1]
+        assert await fresh.ask("digests") == digests
+
+
+async def test_an_install_that_breaks_on_one_of_two_ranks_is_undone_and_one_that_is_killed_never_serves(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint("llama", checkpoints / "llama")
+    trainer = Trainer(checkpoint)
+    url = f"local://{tmp_path / 'run'}"
+    async with (
+        running(checkpoint, 2, monkeypatch) as engine,
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST, frame_elems=1 << 15) as publisher,
+        dcr.loader("vllm", engine.engine) as loader,
+    ):
+        await (await publisher.publish(1)).committed()
+        async with dcr.subscriber(url, loader=loader, member="vllm", transport=FAST) as versions:
+            await publisher.joined(1)
+            before = await engine.ask("digests")
+            trainer.step(seed=2)
+            saved = trainer.save(tmp_path / "checkpoint")
+            await publisher.publish(2)
+            version = await anext(versions)
+
+            await engine.ask("break_install", 1, 3, "error")
+            with pytest.raises(ReadBackError, match="rank 1"):
+                async with loader.updating(version):
+                    await version.install()
+            assert versions.may_serve
+            assert await engine.ask("digests") == before
+            assert await engine.version() != "2"
+
+            async with anyio.create_task_group() as asking:  # it goes on, and a request survives the install
+                asking.start_soon(engine.answer, PROMPTS[0], 100)
+                await anyio.sleep(0.2)
+                async with loader.updating(version):
+                    await version.install()
+            assert [one["differing"] for one in await engine.ask("differing", str(saved))] == [[], []]
+            assert await engine.version() == "2"
+
+            trainer.step(seed=3)
+            await publisher.publish(3)
+            version = await anext(versions)
+            await engine.ask("break_install", 1, 3, "kill")
+            with pytest.raises(Poisoned):
+                async with loader.updating(version):
+                    await version.install()
+            assert not versions.may_serve
+            with pytest.raises(Exception):  # noqa: B017, PT011 - whichever way vLLM says that it is dead
+                with anyio.fail_after(60):
+                    await engine.answer(PROMPTS[0], 1)
