@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -60,6 +60,7 @@ class NativeLoader:
         self._partial = partial
         self._recorded: tuple[bytes, bytes, Record] | None = None
         self._binding: _Binding | None = None
+        self._watched: set[str] | None = None
         self._modules: list[_Module] = []
 
     @property
@@ -83,7 +84,7 @@ class NativeLoader:
 
     def bind(self, layout: Layout) -> None:
         """See `dcr.seams.Loader.bind`. The engine's loader is tried out on stand-ins, unless that is known already."""
-        epoch = self.epoch()
+        epoch = self._epoch_of(None)
         known = self._recorded is not None and self._recorded[:2] == (epoch, layout.schema.digest)
         waived = {tensor for tensor, spec in enumerate(layout.schema.tensors) if self._waived(spec.name)}
         found = self.record if known else record(self._engine, layout.schema, waived=waived)
@@ -92,11 +93,16 @@ class NativeLoader:
         self._require_published(memories, found)
         self._binding = _Binding(layout, memories, found, self._partial)
         self._recorded = (epoch, layout.schema.digest, found)
+        self._watched = {slot.path for index in _written(found) for slot in memories[index].slots}
         self._modules = [_Module(reload) for reload in found.reloads]
 
     def epoch(self) -> bytes:
-        """See `dcr.seams.Loader.epoch`."""
-        homes = [(slot.path, _home(slot.tensor)) for slot in slots_of(self._engine.module)]
+        """See `dcr.seams.Loader.epoch`. Tensors that no load writes may move: engines replace buffers as they run."""
+        return self._epoch_of(self._watched)
+
+    def _epoch_of(self, paths: Set[str] | None) -> bytes:
+        slots = [slot for slot in slots_of(self._engine.module) if paths is None or slot.path in paths]
+        homes = [(slot.path, _home(slot.tensor)) for slot in slots]
         return hashlib.blake2b(repr((self._engine.fingerprint(), homes)).encode(), digest_size=16).digest()
 
     def prepare(self, frame: int, change: Change) -> Ready:
@@ -249,6 +255,11 @@ class _Binding:
         stored = strided(storage, place.box, "here")
         back = bits_of(torch_of(stored.reshape(-1), cast.target).to(cast.source))
         strided(self.shadows[place.tensor], place.box, "there")[...] = back.reshape(stored.shape)
+
+
+def _written(found: Record) -> set[int]:
+    """The memories that an install, or a reload, writes."""
+    return {home.memory for home in found.homes} | {index for reload in found.reloads for index in reload.touched}
 
 
 def _shadow_places(tensor: int, spec: TensorSpec, storage: int, homes: Sequence[Place]) -> list[Place]:

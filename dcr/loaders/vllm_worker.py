@@ -44,7 +44,7 @@ class VllmEngine:
     replaces = False
 
     def __init__(self, model: torch.nn.Module, config: Any, device: torch.device) -> None:
-        self.module = model
+        self.module: Any = model
         self._config = config
         self._device = device
 
@@ -97,7 +97,7 @@ class VllmEngine:
 
 
 @dataclass
-class Told(WeightTransferInitInfo):
+class Told(WeightTransferInitInfo):  # type: ignore[misc]
     """What `init_weight_transfer_engine` says: where the member's process listens, its key in hex, names to waive."""
 
     address: str
@@ -106,7 +106,7 @@ class Told(WeightTransferInitInfo):
 
 
 @dataclass
-class Nothing(WeightTransferUpdateInfo):
+class Nothing(WeightTransferUpdateInfo):  # type: ignore[misc]
     """`update_weights` says nothing: weights come from the run."""
 
 

@@ -1,0 +1,65 @@
+"""The loader of any engine: what it notices when memory moves."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import pytest
+import torch
+from refits import Weights
+
+from dcr.frames import FrameSpec, Layout, Region
+from dcr.loaders.engine import Pairs
+from dcr.loaders.native import NativeLoader
+from dcr.schema import Schema, TensorSpec
+
+LAYOUT = Layout(Schema((TensorSpec("weight", "float32", (6,)),)), (FrameSpec("float32", (Region(0, 0, ((6, 1),)),)),))
+
+
+class Toy:
+    """An engine with one weight, and a cache of its own that nobody publishes."""
+
+    replaces = False
+
+    def __init__(self) -> None:
+        self.module = Weights({"weight": torch.arange(6.0)})
+        self.module.register_buffer("cache", torch.ones(3), persistent=False)
+
+    def load(self, pairs: Pairs) -> None:
+        for name, tensor in pairs:
+            self.module.get_parameter(name).data.copy_(tensor)
+
+    def settle(self, modules: Set[str]) -> None:
+        pass
+
+    def fingerprint(self) -> bytes:
+        return b"toy"
+
+
+@pytest.fixture
+def engine() -> Toy:
+    return Toy()
+
+
+def test_a_buffer_that_no_load_writes_may_move(engine: Toy) -> None:
+    loader = NativeLoader(engine)
+    loader.bind(LAYOUT)
+    before = loader.epoch()
+    engine.module.cache = torch.ones(3)
+    assert loader.epoch() == before
+
+
+def test_a_weight_may_not_move(engine: Toy) -> None:
+    loader = NativeLoader(engine)
+    loader.bind(LAYOUT)
+    before = loader.epoch()
+    engine.module.weight.data = torch.arange(6.0)
+    assert loader.epoch() != before
+
+
+def test_a_weight_may_not_go(engine: Toy) -> None:
+    loader = NativeLoader(engine)
+    loader.bind(LAYOUT)
+    before = loader.epoch()
+    del engine.module.weight
+    assert loader.epoch() != before
