@@ -73,8 +73,9 @@ def certify(trial: Trial, tensors: Collection[int], findings: Sequence[Finding])
     failed: set[int] = set()
     for number, seed in enumerate(SEEDS):
         trial.fill(known, seed + number)
-        trial.load(tensors, lambda t, seed=seed: random_tensor(specs[t], seed, t), settle=known)  # type: ignore[misc]
-        sources = {t: bits_of(random_tensor(specs[t], seed, t)) for t in tensors}
+        loaded = {t: random_tensor(specs[t], seed, t) for t in tensors}
+        trial.load(tensors, loaded.__getitem__, settle=known)
+        sources = {t: bits_of(tensor) for t, tensor in loaded.items()}
         for finding in findings:
             memory = trial.stand_ins.memories[finding.memory]
             expected = prefill(memory, seed + number, finding.memory)

@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dcr.loaders.engine import Memory, Octets
 from dcr.schema import TensorSpec
@@ -23,6 +25,7 @@ from dcr.views import UNSIGNED, Bits
 # Non-negative integers below this are exact.
 BASES = {"bool": 2, "uint8": 128, "int8": 128, "float8_e4m3fn": 16, "float8_e5m2": 8}
 BASE = 256
+BLOCK = 1 << 20  # elements that are read at a time
 # The exponent bits that make a pattern infinite or no number.
 EXPONENTS = {
     "bfloat16": 0x7F80,
@@ -50,16 +53,15 @@ class Numbering:
         return sum(spec.numel for spec in self.specs)
 
     @property
-    def base(self) -> int:
-        return min(BASES.get(dtype, BASE) for dtype in {*self.dtypes, *(spec.dtype for spec in self.specs)})
+    def shift(self) -> int:
+        """Bits of a digit."""
+        bases = (BASES.get(dtype, BASE) for dtype in {*self.dtypes, *(spec.dtype for spec in self.specs)})
+        return min(bases).bit_length() - 1
 
     @property
     def digits(self) -> int:
         """How many digits a number has."""
-        count = 1
-        while self.base**count < self.numel:
-            count += 1
-        return count
+        return max(1, -(-(self.numel - 1).bit_length() // self.shift))
 
     @property
     def passes(self) -> int:
@@ -69,31 +71,40 @@ class Numbering:
     def tensor(self, index: int, number: int) -> torch.Tensor:
         """What to load for one tensor in one pass."""
         spec, first = self.specs[index], self.firsts[index]
-        numbers = torch.arange(first, first + spec.numel, dtype=torch.int64)
-        digit = self._digit(numbers, number)
-        return digit.to(dtype_of(spec)).reshape(spec.shape)
+        digit: NDArray[Any] = np.arange(first, first + spec.numel, dtype=np.int64 if self.numel >> 31 else np.int32)
+        digit >>= self.shift * (number % self.digits)
+        digit &= (1 << self.shift) - 1
+        patterns = bits_of(torch.arange(1 << self.shift).to(dtype_of(spec)))
+        bits = (patterns if number < self.digits else patterns[::-1])[digit]
+        return torch_of(bits, dtype_of(spec)).reshape(spec.shape)
 
-    def read(self, pictures: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The numbers int64 [elements] in pictures of a memory, one for each pass; -1 where there is none."""
-        number = torch.zeros(len(pictures[0]), dtype=torch.int64)
-        valid = torch.ones(len(pictures[0]), dtype=torch.bool)
-        first = complement = number
-        for place, picture in enumerate(pictures):
-            values = picture.to(torch.float64)
-            digit = values.nan_to_num(-1.0, -1.0, -1.0).clamp(-1, self.base).to(torch.int64)
-            valid &= (digit == values) & (digit >= 0) & (digit < self.base)
-            if place == 0:
-                first = digit
-            if place < self.digits:
-                number = number + digit * self.base**place
-            else:
-                complement = digit
-        valid &= (first + complement == self.base - 1) & (number < self.numel)
-        return torch.where(valid, number, -1)
+    def read(self, pictures: Sequence[Bits], dtype: torch.dtype) -> NDArray[np.int64]:
+        """The numbers [elements] in pictures of a memory, one for each pass; -1 where there is none."""
+        numbers = np.empty(len(pictures[0]), np.int64)
+        for start in range(0, len(numbers), BLOCK):
+            block = slice(start, start + BLOCK)
+            digits = [_digits(picture[block], dtype, 1 << self.shift) for picture in pictures]
+            number = np.zeros(len(digits[0]), np.int64)
+            for place in range(self.digits):
+                number |= digits[place].astype(np.int64) << (self.shift * place)
+            valid = (digits[0] + digits[-1] == (1 << self.shift) - 1) & (number < self.numel)
+            for digit in digits:
+                valid &= digit >= 0
+            numbers[block] = np.where(valid, number, -1)
+        return numbers
 
-    def _digit(self, numbers: torch.Tensor, place: int) -> torch.Tensor:
-        digit: torch.Tensor = numbers // self.base ** (place % self.digits) % self.base
-        return digit if place < self.digits else self.base - 1 - digit
+
+def _digits(bits: Bits, dtype: torch.dtype, base: int) -> NDArray[np.int16]:
+    """The digits that some stored bits are, -1 where they are none."""
+    patterns = bits_of(torch.arange(base).to(dtype))
+    if bits.itemsize <= 2:
+        table = np.full(1 << 8 * bits.itemsize, -1, np.int16)
+        table[patterns] = np.arange(base)
+        digits: NDArray[np.int16] = table[bits]
+        return digits
+    order = np.argsort(patterns)
+    at = np.searchsorted(patterns[order], bits).clip(max=base - 1)
+    return np.where(patterns[order][at] == bits, order[at], -1).astype(np.int16)
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
@@ -103,24 +114,27 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 def random_tensor(spec: TensorSpec, seed: int, index: int) -> torch.Tensor:
     """Any finite bit pattern, over the full range of exponents; the same for the same seed and index."""
-    bits = _random((spec.numel * spec.width,), seed, index).view(UNSIGNED[spec.width])
+    bits = _random(spec.numel * spec.width, seed, index).view(UNSIGNED[spec.width])
     exponent = EXPONENTS.get(spec.dtype)
     if spec.dtype == "bool":
         bits &= np.uint8(1)
     elif exponent is not None:
         mask, lowest = bits.dtype.type(exponent), bits.dtype.type(exponent & -exponent)
-        np.bitwise_xor(bits, lowest, out=bits, where=(bits & mask) == mask)
+        bits ^= ((bits & mask) == mask).astype(bits.dtype) * lowest
     return torch_of(bits, dtype_of(spec)).reshape(spec.shape)
 
 
 def prefill(memory: Memory, seed: int, index: int) -> Octets:
-    """What a memory is filled with before a load; seeds 2 n and 2 n + 1 differ in every bit."""
-    octets = _random((len(memory.live),), seed // 2, index)
+    """What a memory is filled with before random bits are loaded."""
+    octets = _random(len(memory.live), seed, index)
     if memory.dtype is torch.bool:
         octets &= np.uint8(1)
-    elif seed % 2:
-        np.invert(octets, out=octets)
     return octets
+
+
+def blank(memory: Memory, number: int) -> int:
+    """The byte that fills a memory before numbers are loaded: no digit, and other bits in every second pass."""
+    return number % 2 if memory.dtype is torch.bool else (0xA5, 0x5A)[number % 2]
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
@@ -135,5 +149,6 @@ def torch_of(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(bits.view(np.uint8)).view(dtype)
 
 
-def _random(shape: tuple[int, ...], seed: int, index: int) -> Octets:
-    return np.random.default_rng((seed, index)).integers(0, 256, shape, np.uint8)
+def _random(size: int, seed: int, index: int) -> Octets:
+    generator = np.random.Generator(np.random.SFC64((seed, index)))
+    return generator.integers(0, 1 << 64, -(-size // 8), np.uint64, endpoint=False).view(np.uint8)[:size]

@@ -26,7 +26,7 @@ from dcr.errors import LayoutError, SchemaError
 from dcr.fit import HOLE, fit
 from dcr.loaders.certify import Cast, Finding, Home, cast_of, certify
 from dcr.loaders.engine import Engine, Memory, Octets, slots_of
-from dcr.loaders.probe import Numbering, prefill, random_tensor, torch_of
+from dcr.loaders.probe import Numbering, blank, random_tensor
 from dcr.loaders.standin import StandIns
 from dcr.loaders.trial import Seen, Trial
 from dcr.schema import Schema
@@ -113,6 +113,7 @@ class _Recorder:
         self._waived = waived
         self._specs = trial.schema.tensors
         self._alone: dict[int, Seen] = {}
+        self._known: dict[tuple[int, ...], tuple[list[int], set[int], Seen] | None] = {}
         self._verdicts: dict[int, Verdict] = {}
         self._homes: list[Home] = []
         self._reloads: list[Reload] = []
@@ -139,7 +140,7 @@ class _Recorder:
         merged: list[tuple[list[int], set[int]]] = []
         for unit in units_of([spec.name for spec in self._specs]):
             with self._reset():
-                known = self._discover(unit)
+                known = self._known[tuple(unit)] = self._discover(unit)
             if known is None:
                 return None
             touched = known[1]
@@ -160,7 +161,8 @@ class _Recorder:
     def _record(self, unit: Sequence[int], *, whole: bool = False) -> bool:
         """Record one unit; False if its tensors cannot be loaded together, and without others."""
         with self._reset():
-            known = self._discover(unit, whole=whole)
+            known = None if whole else self._known.get(tuple(unit))
+            known = known or self._discover(unit, whole=whole)
             if known is None:
                 return False
             tensors, touched, together = known
@@ -220,7 +222,7 @@ class _Recorder:
         place = {tensor: index for index, tensor in enumerate(tensors)}
         pictures: list[dict[int, Octets]] = []
         for number in range(numbering.passes):
-            self._trial.fill(memories, number % 2)
+            self._trial.wipe(memories, number)
             self._trial.load(tensors, lambda t, n=number: numbering.tensor(place[t], n), settle=memories)  # type: ignore[misc]
             pictures.append({index: self._trial.stand_ins.scratch(index).copy() for index in memories})
         return [self._find(index, [one[index] for one in pictures], numbering, tensors) for index in memories]
@@ -229,11 +231,13 @@ class _Recorder:
         """What one memory holds of the numbers."""
         memory = self._trial.stand_ins.memories[index]
         bits = [memory.bits(picture) for picture in pictures]
-        filled = [memory.bits(prefill(memory, seed, index)) for seed in (0, 1)]
-        untouched = np.logical_and.reduce([one == filled[number % 2] for number, one in enumerate(bits)])
-        numbers = numbering.read([torch_of(one, memory.dtype) for one in bits]).numpy()
+        filled = [memory.bits(np.full(memory.width, blank(memory, number), np.uint8))[0] for number in (0, 1)]
+        untouched, same = bits[0] == filled[0], np.ones(len(bits[0]), bool)
+        for number, one in enumerate(bits[1:], start=1):
+            untouched &= one == filled[number % 2]
+            same &= one == bits[0]
+        numbers = numbering.read(bits, memory.dtype)
         mapped = (numbers >= 0) & ~untouched
-        same = np.logical_and.reduce([one == bits[0] for one in bits])
         constant = same & ~mapped & ~untouched
         foreign = int(np.count_nonzero(~(mapped | untouched | constant)))
         numbers[~mapped] = HOLE
@@ -328,13 +332,13 @@ class _Recorder:
         """True if a load makes the same of some memories over two prefills that differ in every bit."""
         results: list[list[Octets]] = []
         for seed in (0, 1):
-            self._trial.fill(memories, seed)
+            self._trial.wipe(memories, seed)
             if self._trial.load(tensors, self._random(3), settle=touched).error is not None:
                 return False
             results.append([self._trial.stand_ins.scratch(index).copy() for index in memories])
         for index, one, other in zip(memories, *results, strict=True):
             memory = self._trial.stand_ins.memories[index]
-            kept = (one == prefill(memory, 0, index)) & (other == prefill(memory, 1, index))
+            kept = (one == blank(memory, 0)) & (other == blank(memory, 1))
             if not ((one == other) | kept).all():
                 return False
         return True

@@ -9,7 +9,7 @@ import torch
 
 from dcr.errors import SchemaError
 from dcr.loaders.engine import Engine
-from dcr.loaders.probe import prefill
+from dcr.loaders.probe import blank, prefill
 from dcr.loaders.standin import Rebound, StandIns
 from dcr.loaders.watch import Watch
 from dcr.schema import Schema
@@ -85,6 +85,11 @@ class Trial:
         """Give stand-ins the contents that `prefill` defines."""
         for index in memories:
             self.stand_ins.scratch(index)[:] = prefill(self.stand_ins.memories[index], seed, index)
+
+    def wipe(self, memories: Iterable[int], number: int) -> None:
+        """Give stand-ins the contents that `blank` defines."""
+        for index in memories:
+            self.stand_ins.scratch(index)[:] = blank(self.stand_ins.memories[index], number)
 
     def modules_of(self, memories: Iterable[int]) -> set[str]:
         """The modules that keep tensors in some memories."""
