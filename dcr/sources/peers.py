@@ -42,6 +42,6 @@ class Peers:
 
     def _gathered(self, mine: torch.Tensor) -> NDArray[np.generic]:
         out = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=self._device)
-        dist.all_gather_into_tensor(out.view(-1), mine.to(self._device).view(-1), group=self._group)
+        dist.all_gather(list(out.unbind()), mine.to(self._device), group=self._group)
         found: NDArray[np.generic] = out.cpu().numpy()
         return found
