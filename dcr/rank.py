@@ -112,9 +112,9 @@ class Rank:
             layout = await anyio.to_thread.run_sync(frames.decode, opened.body)
             if layout.digest != header.layout:
                 raise PayloadError(f"{header.identity}: its layout does not match the digest in its opening")
+            self._epoch = await self._run(self._loader.epoch)  # before, so that what moves meanwhile is noticed
             await self._run(self._loader.bind, layout)
             self._layout = layout
-            self._epoch = await self._run(self._loader.epoch)
             await self.rescan()
         return self.layout
 

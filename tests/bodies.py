@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from history import Memory, Octets
 from refits import Weights
 from tensor_parallel import ToyRank
 
+from dcr.boxes import Box, Dim
 from dcr.frames import Region
 from dcr.loaders.module import ModuleLoader
 from dcr.ranks import Ranks
@@ -52,6 +54,24 @@ def halves(spec: TensorSpec, rank: int, world: int) -> list[Region]:
     return [Region(0, low, ((high - low, 1),))]
 
 
+class Share:
+    """The source of one trainer rank: its share of a module; of embed the first rank owns all."""
+
+    residual = ()
+
+    def __init__(self, module: Weights, rank: int, world: int) -> None:
+        whole = ModuleSource(module)
+        self.schema, self.storages = whole.schema, whole.storages
+        self.shards = []
+        for shard in whole.shards:
+            spec = self.schema.tensors[shard.tensor]
+            for region in halves(spec, rank, world):
+                ((count, _),) = region.dims
+                if count and (spec.name != "embed" or rank == 0):
+                    box = Box(shard.box.here0 + region.there0, region.there0, (Dim(count, 1, 1),))
+                    self.shards.append(msgspec.structs.replace(shard, box=box))
+
+
 class Whole:
     """The weights of an engine in one process: a module."""
 
@@ -82,6 +102,7 @@ class Split:
         self._ranks = [ToyRank(rank, world, split=halves) for rank in range(world)]
         for rank in self._ranks:
             rank.fill(specs, zeros)
+        self._loader = Ranks(self._ranks)
 
     def memory(self) -> Memory:
         views = {
@@ -90,7 +111,7 @@ class Split:
         return Memory({"head": views["embed"][-1:], **views, "embed": views["embed"][:1]})
 
     def loader(self) -> Ranks:
-        return Ranks(self._ranks)
+        return self._loader
 
     def breaks(self, how: Any) -> bool:
         """Let one rank fail at the next frame that it writes, if it is told to; the others will have written."""

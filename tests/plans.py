@@ -84,6 +84,7 @@ def plans(kinds: tuple[type, ...] = ALL, **fixed: Any) -> st.SearchStrategy[Plan
         "busy": st.sampled_from([0, 0, 10, 100]),
         "codec": st.sampled_from(["raw", "gaps"]),
         "operation": st.sampled_from(Operation),
+        "trainer_ranks": st.sampled_from([1, 1, 2]),
         "ranks": st.sampled_from([1, 1, 2]),
         "quorum": st.sampled_from(["all", "all", 1]),
         "anchor_every": st.sampled_from([None, None, 1, 2]),

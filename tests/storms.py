@@ -158,6 +158,11 @@ class _Run:
             yield _Link(link, self._storm, self._actor)
 
     @asynccontextmanager
+    async def writer(self, part: tuple[int, int]) -> AsyncIterator[_Link]:
+        async with self._run.writer(part) as link:
+            yield _Link(link, self._storm, self._actor)
+
+    @asynccontextmanager
     async def member(self, ref: MemberRef) -> AsyncIterator[_Link]:
         """The link of a member that was killed ends later: nobody hears of its death at once."""
         stack = AsyncExitStack()

@@ -27,6 +27,7 @@ from dcr.errors import (
     ReadBackError,
     SchemaError,
     StateError,
+    StorageRebound,
     VoteError,
 )
 from dcr.testing import FaultyTransport, flip_bit, flip_one_chunk
@@ -571,6 +572,28 @@ class Slow:
     def install(self, ready: Any) -> None:
         threading.Event().wait(0.2)
         self._loader.install(ready)
+
+
+class Moving:
+    """A loader whose engine replaces a weight as soon as it is bound."""
+
+    def __init__(self, module: Weights) -> None:
+        self._module, self._loader = module, dcr.loader("module", module)
+        for name in ("epoch", "prepare", "digest", "undo", "install"):
+            setattr(self, name, getattr(self._loader, name))
+
+    def bind(self, layout: Any) -> None:
+        self._loader.bind(layout)
+        self._module._parameters["w"] = torch.nn.Parameter(self._module.w.detach().clone(), requires_grad=False)
+
+
+async def test_a_weight_that_is_replaced_while_it_is_bound_is_noticed(tmp_path: Path, trainer: Weights) -> None:
+    url = f"local://{tmp_path}"
+    async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
+        await publish(publisher, 1)
+        with pytest.raises(StorageRebound):
+            async with dcr.subscriber(url, loader=Moving(empty_like(trainer)), member="m", transport=FAST) as versions:
+                await (await anext(versions)).install()
 
 
 @pytest.mark.parametrize("how", ["scope", "native"])

@@ -31,6 +31,7 @@ FOUND = {
 }
 
 
+@pytest.mark.timeout(3600)
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_any_plan_leaves_only_committed_bits_served_and_the_run_well(plan: Plan) -> None:

@@ -16,19 +16,19 @@ import anyio
 import anyio.abc
 import numpy as np
 import simulation
-from bodies import OCTETS, Split, Whole, model, random_octets
+from bodies import OCTETS, Share, Split, Whole, model, random_octets
 from history import History, Memory, Octets, Seen
 from simulation import TICK_S
 from storms import Actor, Fault, Storm, StormyTransport
 
 import dcr
 from dcr.codec import GAPS, RAW
-from dcr.errors import DcrError, ReadBackError, StateError
+from dcr.errors import DcrError, RanksLost, ReadBackError, StateError
 from dcr.frames import Layout
 from dcr.patch import Change, Operation
 from dcr.ready import Ready
-from dcr.sources.module import ModuleSource
 from dcr.testing import MemoryTransport
+from dcr.testing.ranks import MemoryGroup
 from dcr.views import Lanes
 from dcr.wire import Identity
 
@@ -132,6 +132,7 @@ class Plan:
     seed: of first weights, and of all delays (0: none). engines: how many there are; late ones start by a step, or at
     the end. loaded: engines begin with the trainer's weights. busy: ticks that an engine takes before it installs.
     alike: all engines bear one name, as if one had been started again before it ended. ranks: of each engine.
+    trainer_ranks: of each trainer.
     """
 
     steps: tuple[Step, ...]
@@ -146,6 +147,7 @@ class Plan:
     anchor_every: int | None = None
     alike: bool = False
     ranks: int = 1
+    trainer_ranks: int = 1
 
 
 # ---------------------------------------------------------------------- engines
@@ -325,6 +327,7 @@ class Trainer:
         self.memory = Memory.of(self.module)
         self._scope = anyio.CancelScope()
         self._orders, self._taken = anyio.create_memory_object_stream[Publish](1000)
+        self._group = MemoryGroup(world.plan.trainer_ranks)
 
     def order(self, step: Publish) -> None:
         self._orders.send_nowait(step)
@@ -336,20 +339,30 @@ class Trainer:
     async def live(self) -> None:
         with self._scope, self._orders, self._taken:
             try:
-                async with self._publisher() as publisher, anyio.create_task_group() as group:
-                    async for step in self._taken:
-                        await self._publish(publisher, step, group)
+                async with anyio.create_task_group() as group:
+                    ranks = [self._publisher(rank) for rank in range(self.world.plan.trainer_ranks)]
+                    opened, close = [anyio.Event() for _ in ranks], anyio.Event()
+                    for publisher, event in zip(ranks, opened, strict=True):
+                        group.start_soon(_hold_open, publisher, event, close)
+                    for event in opened:
+                        await event.wait()
+                    try:
+                        async for step in self._taken:
+                            await self._publish(ranks, step, group)
+                    finally:
+                        close.set()
             except* Exception as errors:
                 for error in leaves(errors):
                     self.world.unless_excused(self.actor, error)
         self.ended = True
         self.world.history.note(self.actor.name, "ended")
 
-    def _publisher(self) -> dcr.Publisher:
+    def _publisher(self, rank: int) -> dcr.Publisher:
         world, plan = self.world, self.world.plan
         return dcr.publisher(
             URL,
-            source=ModuleSource(self.module),
+            source=Share(self.module, rank, plan.trainer_ranks),
+            group=self._group.rank(rank) if plan.trainer_ranks > 1 else None,
             transport=StormyTransport(world.transport, world.storm, self.actor),
             codec=CODECS[plan.codec],
             operation=plan.operation,
@@ -360,25 +373,26 @@ class Trainer:
             observe=lambda event: world.observe(self.actor.name, event),
         )
 
-    async def _publish(self, publisher: dcr.Publisher, step: Publish, group: anyio.abc.TaskGroup) -> None:
+    async def _publish(self, ranks: list[dcr.Publisher], step: Publish, group: anyio.abc.TaskGroup) -> None:
         self.memory.write(self.world.edited(self.memory.read(), step))
-        refit = await self._begin(publisher)
+        refits = [await self._begin(publisher) for publisher in ranks]
         octets = self.memory.read()
         self.world.states.append(octets)
-        self.world.history.captured(self.actor.term, refit.version, octets)
-        group.start_soon(self._watch, refit)
-        with self._bounded(f"version {refit.version} was not captured"):
-            try:
-                await refit.captured()
-            except (DcrError, OSError) as error:
-                self.world.history.note(self.actor.name, f"capture: {error!r}")
+        self.world.history.captured(self.actor.term, refits[0].version, octets)
+        group.start_soon(self._watch, refits[0])
+        for refit in refits:
+            with self._bounded(f"version {refit.version} was not captured"):
+                try:
+                    await refit.captured()
+                except (DcrError, OSError) as error:
+                    self.world.history.note(self.actor.name, f"capture: {error!r}")
 
     async def _begin(self, publisher: dcr.Publisher) -> dcr.Refit:
         while True:
             with self._bounded("publish did not return"):
                 try:
                     return await publisher.publish()
-                except StateError as error:
+                except (StateError, RanksLost) as error:
                     raise Over(str(error)) from error
                 except (DcrError, OSError):
                     pass  # of the version before: its own watcher is told as well
@@ -399,6 +413,12 @@ class Trainer:
             yield
         if scope.cancelled_caught:
             self.world.history.fail(f"{self.actor.name}: {what} within {BOUND_S} s")
+
+
+async def _hold_open(publisher: dcr.Publisher, opened: anyio.Event, close: anyio.Event) -> None:
+    async with publisher:
+        opened.set()
+        await close.wait()
 
 
 def leaves(errors: BaseExceptionGroup[Any]) -> Iterator[BaseException]:
