@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr.boxes import Box, Dim
-from dcr.errors import LayoutError, WireError
+from dcr.errors import LayoutError, SchemaError, WireError
 from dcr.schema import WIDTHS, Schema, TensorSpec, keys
 from dcr.views import Lanes, Rows, rows_of
 
@@ -99,6 +99,38 @@ class Layout:
         _require_disjoint(self.specs, self.schema)
         object.__setattr__(self, "frames", frames)
         object.__setattr__(self, "digest", hashlib.blake2b(encode(self), digest_size=32).digest())
+
+    def frames_of(self, name: str, rows: range | None = None) -> list[int]:
+        """The frames that hold elements of a tensor, or of some of its rows (steps of its first dimension).
+
+        What a reader of a part needs: the chunks of no other frames say anything of it.
+
+        Raises:
+            SchemaError: there is no such tensor. LayoutError: it has no such rows, or `rows` has a step.
+        """
+        names = [spec.name for spec in self.schema.tensors]
+        if name not in names:
+            raise SchemaError(f"{name} is not in this schema of {len(names)} tensors")
+        tensor = names.index(name)
+        first, last = _elements_of(self.schema.tensors[tensor], rows)
+        return [frame.index for frame in self.frames if tensor in frame.tensors and _holds(frame, tensor, first, last)]
+
+
+def _elements_of(spec: TensorSpec, rows: range | None) -> tuple[int, int]:
+    """The canonical indices of some rows: the first one, and the one after the last."""
+    if rows is None:
+        return 0, spec.numel
+    height = spec.shape[0] if spec.shape else 1
+    if rows.step != 1 or not 0 <= rows.start <= rows.stop <= height:
+        raise LayoutError(f"{spec.name} has rows 0 to {height}, not {rows}")
+    width = spec.numel // height if height else 0
+    return rows.start * width, rows.stop * width
+
+
+def _holds(frame: Frame, tensor: int, first: int, last: int) -> bool:
+    """Whether a frame holds some element of a tensor from `first` on and before `last`."""
+    runs = (region.runs() for region in frame.spec.regions if region.tensor == tensor)
+    return any(bool((np.maximum(run[:, 0], first) < np.minimum(run.sum(axis=1), last)).any()) for run in runs)
 
 
 def encode(layout: Layout) -> bytes:

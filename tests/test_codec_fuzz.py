@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcr import coding, kernels
+from dcr import classes, coding, kernels
 from dcr.coding import Octets
-from dcr.errors import PayloadError
+from dcr.errors import BaseMismatch, LayoutError, PayloadError
+from dcr.views import UNSIGNED
 
 FUZZ = Path(__file__).parent / "fuzz"
 CORPUS = {path.name: path.read_bytes() for path in sorted((FUZZ / "corpus").iterdir())}
@@ -37,15 +38,33 @@ def decode(implementation: object, data: bytes) -> np.ndarray | None:
     stream: Octets = np.frombuffer(data, np.uint8, offset=9)
     first = min(first, 1 << 20)
     try:
-        match decoder % 3:
+        match decoder % 4:
             case 0:
                 return implementation.positions_of(stream, first, second)  # type: ignore[attr-defined]
             case 1:
                 return implementation.values_of(stream[:first], stream[first:], 1 << (second & 3))  # type: ignore[attr-defined]
-            case _:
+            case 2:
                 return implementation.unpack(stream, first)  # type: ignore[attr-defined]
-    except PayloadError:
+            case _:
+                return merge(classes if implementation is coding else kernels, stream, first, 1 << (second & 3))
+    except (PayloadError, BaseMismatch, LayoutError):
         return None
+
+
+def merge(implementation: object, stream: Octets, K: int, width: int) -> np.ndarray | None:
+    """Cuts, counts of all classes but the last, numbers within classes, old bits."""
+    if len(stream) < 6 or (len(stream) - 6) // 4 < K:
+        return None
+    counts: list[int] = []
+    for count in stream[3:6].tolist():
+        counts.append(min(count, K - sum(counts)))
+    counts.append(K - sum(counts))
+    ranks = np.frombuffer(stream[6 : 6 + 4 * K].tobytes(), np.uint32)
+    octets = stream[6 + 4 * K :]
+    base = np.frombuffer(octets.tobytes(), UNSIGNED[width], len(octets) // width)
+    values = np.zeros(K, UNSIGNED[width])
+    positions, _ = implementation.merge(base, stream[:3], counts, ranks, values)  # type: ignore[attr-defined]
+    return positions
 
 
 @pytest.mark.parametrize("name", CORPUS)

@@ -344,3 +344,38 @@ def test_a_mutated_layout_is_refused_or_sound(data: st.DataObject) -> None:
         assert len(set(elements)) == len(elements) == frame.numel
         assert all(0 <= i < found.schema.tensors[t].numel for t, i in elements)
         assert (frame.rows[:, NDIM] >= 0).all()
+
+
+# ---------------------------------------------------------------------- a part of it
+
+
+@examples
+@given(sources(), st.integers(1, 40), st.data())
+def test_the_frames_of_some_rows_are_those_that_hold_an_element_of_them(
+    source: tuple[Schema, list[Shard], list[list[Element]]], frame_elems: int, data: st.DataObject
+) -> None:
+    schema, shards, _ = source
+    found = Layout(schema, tuple(one.spec for one in frames.plan(schema, shards, frame_elems)))
+    tensor = data.draw(st.integers(0, len(schema.tensors) - 1))
+    spec = schema.tensors[tensor]
+    height = spec.shape[0] if spec.shape else 1
+    low = data.draw(st.integers(0, height))
+    rows = range(low, data.draw(st.integers(low, height)))
+    width = spec.numel // height if height else 0
+    wanted = {(tensor, index) for index in range(rows.start * width, rows.stop * width)}
+    expected = [frame.index for frame in found.frames if wanted & set(named(frame.spec))]
+    assert found.frames_of(spec.name, rows) == expected
+    everything = [frame.index for frame in found.frames if tensor in frame.tensors]
+    assert found.frames_of(spec.name) == everything
+
+
+@pytest.mark.parametrize("rows", [range(8), range(-1, 2), range(3, 2), range(0, 4, 2)], ids=str)
+def test_rows_that_a_tensor_does_not_have_are_refused(rows: range) -> None:
+    found = Layout(
+        Schema((TensorSpec("w", "bfloat16", (7, 3)),)), (FrameSpec("bfloat16", (Region(0, 0, ((21, 1),)),)),)
+    )
+    assert found.frames_of("w", range(7)) == [0]
+    with pytest.raises(LayoutError):
+        found.frames_of("w", rows)
+    with pytest.raises(SchemaError):
+        found.frames_of("v")

@@ -44,7 +44,12 @@ void merge_bits(const W* base, size_t N, const uint8_t* cuts, const size_t* coun
                 const W* values, uint32_t* positions, W* merged) {
     const Lowest<W> lowest(cuts);
     size_t ends[CLASSES], K = 0;
-    for (size_t c = 0; c < CLASSES; ++c) ends[c] = K += counts[c];
+    for (size_t c = 0; c < CLASSES; ++c) {
+        bool disorder = false;
+        for (size_t i = K + 1; i < K + counts[c]; ++i) disorder |= ranks[i] <= ranks[i - 1];
+        if (disorder) throw std::invalid_argument("the numbers in class " + std::to_string(c) + " do not ascend");
+        ends[c] = K += counts[c];
+    }
     const size_t found = level().classers->of<W>().merge(base, N, lowest.of, ends, ranks, values, positions, merged);
     if (found != K)
         throw std::invalid_argument("only " + std::to_string(found) + " of " + std::to_string(K) +

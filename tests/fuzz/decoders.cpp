@@ -2,10 +2,11 @@
 //
 //     fuzz_decoders ROUNDS CORPUS_FILE...          see run.sh; built with -DDCR_SANITIZE=ON
 //
-// An input is: decoder (1 byte: 0 positions_of, 1 values_of, 2 unpack), two 32-bit arguments, the stream. A decoder may
+// An input is: decoder (1 byte: 0 positions_of, 1 values_of, 2 unpack, 3 merge), two 32-bit arguments, the stream. A decoder may
 // refuse an input; what it accepts must be sound. The same rounds always do the same, so a failure can be repeated.
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <memory>
@@ -13,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/classes.hpp"
 #include "cpu/huffman.hpp"
 #include "cpu/level.hpp"
 #include "cpu/streams.hpp"
@@ -66,6 +68,30 @@ void decode_packed(const uint8_t* stream, size_t size, uint32_t n) {
     dcr::unpack(packed, out.get());
 }
 
+// The stream: cuts, the counts of all classes but the last (a byte each), numbers within classes (4 bytes each), and the
+// old bits of a frame. Values are the numbers again.
+void decode_classes(const uint8_t* stream, size_t size, uint32_t K, uint32_t width_log) {
+    const size_t width = size_t(1) << (width_log & 3), head = 2 * dcr::CUTS;
+    if (size < head || K > (size - head) / 4) return;
+    const size_t N = (size - head - 4 * K) / width;
+    size_t counts[dcr::CLASSES], left = K;
+    for (size_t c = 0; c + 1 < dcr::CLASSES; ++c) {
+        counts[c] = std::min<size_t>(stream[dcr::CUTS + c], left);
+        left -= counts[c];
+    }
+    counts[dcr::CLASSES - 1] = left;
+    const auto words = [](size_t bytes) { return std::unique_ptr<uint64_t[]>(new uint64_t[(bytes + 7) / 8]); };
+    const auto ranks = std::unique_ptr<uint32_t[]>(new uint32_t[K]), positions = std::unique_ptr<uint32_t[]>(new uint32_t[K]);
+    const auto values = words(K * width), merged = words(K * width);
+    const std::unique_ptr<uint8_t[]> base(new uint8_t[N * width]);  // aligned for any width by operator new
+    std::memcpy(ranks.get(), stream + head, 4 * K);
+    std::memcpy(base.get(), stream + head + 4 * K, N * width);
+    std::memset(values.get(), 1, K * width);
+    dcr::merge(base.get(), N, width, stream, counts, ranks.get(), values.get(), positions.get(), merged.get());
+    for (size_t i = 0; i < K; ++i)
+        demand(positions[i] < N && (i == 0 || positions[i] > positions[i - 1]), "merged positions do not ascend");
+}
+
 // Returns whether the input was accepted.
 bool decode(const Input& input) {
     if (input.size() < HEADER) return false;
@@ -74,9 +100,10 @@ bool decode(const Input& input) {
     const std::unique_ptr<uint8_t[]> stream(new uint8_t[size]);  // exactly as long, so that one byte further is noticed
     std::copy(input.begin() + HEADER, input.end(), stream.get());
     try {
-        switch (input[0] % 3) {
+        switch (input[0] % 4) {
             case 0: decode_positions(stream.get(), size, a, b); break;
             case 1: decode_values(stream.get(), size, a, b); break;
+            case 3: decode_classes(stream.get(), size, a, b); break;
             default: decode_packed(stream.get(), size, a);
         }
         return true;
@@ -125,6 +152,20 @@ void round_trip() {
     const std::unique_ptr<uint32_t[]> out(new uint32_t[n]);
     dcr::positions_of(gaps.get(), size, n, uint64_t(1) << 32, out.get());
     demand(std::equal(positions.begin(), positions.end(), out.get()), "positions come back changed");
+
+    std::vector<uint16_t> base(n), changed;
+    std::vector<uint32_t> at;
+    for (uint16_t& word : base) word = uint16_t(random_word());
+    for (uint32_t i = 0; i < n; i += uint32_t(1 + below(40))) at.push_back(i), changed.push_back(uint16_t(random_word()));
+    const size_t K = at.size();
+    uint8_t cuts[dcr::CUTS] = {uint8_t(below(100)), uint8_t(100 + below(50)), uint8_t(150 + below(100))};
+    size_t counts[dcr::CLASSES];
+    const std::unique_ptr<uint32_t[]> ranks(new uint32_t[K]), found(new uint32_t[K]);
+    const std::unique_ptr<uint16_t[]> grouped(new uint16_t[K]), merged(new uint16_t[K]);
+    dcr::split(base.data(), n, 2, cuts, at.data(), changed.data(), K, ranks.get(), grouped.get(), counts);
+    dcr::merge(base.data(), n, 2, cuts, counts, ranks.get(), grouped.get(), found.get(), merged.get());
+    demand(std::equal(at.begin(), at.end(), found.get()), "positions by class come back changed");
+    demand(std::equal(changed.begin(), changed.end(), merged.get()), "values by class come back changed");
 }
 
 }  // namespace

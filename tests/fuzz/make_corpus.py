@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dcr import coding
+from dcr import classes, coding
 from dcr.views import UNSIGNED
 
 CORPUS = Path(__file__).parent / "corpus"
-POSITIONS, VALUES, PACKED = range(3)
+POSITIONS, VALUES, PACKED, CLASSES = range(4)
 
 
 def inputs() -> dict[str, bytes]:
@@ -36,6 +36,13 @@ def inputs() -> dict[str, bytes]:
     for name, skew in (("steps", 0.5), ("long", 0.05)):
         data = (random.geometric(skew, 1500) % 256).astype(np.uint8)
         made[f"packed-{name}"] = _input(PACKED, len(data), 0, coding.pack(data).tobytes())
+    cuts = np.array([100, 115, 125], np.uint8)
+    for log, width in enumerate((1, 2, 4, 8)):
+        base = np.frombuffer(random.bytes(300 * width), UNSIGNED[width])
+        positions = np.flatnonzero(random.random(300) < 0.15).astype(np.uint32)
+        ranks, _, counts = classes.split(base, cuts, positions, base[positions])
+        head = cuts.tobytes() + bytes(counts[:-1])
+        made[f"classes-{width}"] = _input(CLASSES, len(positions), log, head + ranks.tobytes() + base.tobytes())
     return made
 
 
