@@ -72,19 +72,21 @@ def build(name: str, densities: Sequence[float], scale: float = 1.0, cache: Path
     """
     if cache is None:
         return BUILDERS[name](densities, scale)
-    key = hashlib.blake2b(repr((name, tuple(densities), scale)).encode() + Path(__file__).read_bytes(), digest_size=8)
+    every = DENSITIES if set(densities) <= set(DENSITIES) else tuple(densities)
+    key = hashlib.blake2b(repr((name, every, scale)).encode() + Path(__file__).read_bytes(), digest_size=8)
     path = cache / f"{name}-{key.hexdigest()}.npz"
-    if path.exists():
-        return _load(path, name, densities)
-    made = BUILDERS[name](densities, scale)
-    cache.mkdir(parents=True, exist_ok=True)
-    arrays = {
-        f"old {tensor}": old.reshape(made.shapes[tensor]) for tensor, old in zip(made.shapes, made.old, strict=True)
-    }
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        _save(path, BUILDERS[name](every, scale))
+    return _load(path, name, densities)
+
+
+def _save(path: Path, made: Workload) -> None:
+    olds = zip(made.shapes, made.old, strict=True)
+    arrays = {f"old {tensor}": old.reshape(made.shapes[tensor]) for tensor, old in olds}
     for density, news in made.new.items():
         arrays |= {f"{density} {tensor}": new for tensor, new in zip(made.shapes, news, strict=True)}
     np.savez(path, **arrays)
-    return made
 
 
 def _load(path: Path, name: str, densities: Sequence[float]) -> Workload:

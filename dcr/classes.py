@@ -21,7 +21,7 @@ from dcr.views import Bits, Positions
 
 CLASSES = 4
 CUTS = CLASSES - 1
-SAMPLE = 16384  # elements that cuts are decided by
+SAMPLE = 8192  # elements that cuts are decided by, and as many changed ones
 RUN = 64  # of them that lie together
 
 

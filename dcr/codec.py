@@ -41,7 +41,7 @@ from dcr.views import UNSIGNED, Bits, Positions
 RAW_SPARSE, RAW_DENSE, GAPS_SPARSE, PLANES_DENSE, CLASS_SPARSE = range(5)
 STORED, ZSTD, HUFFMAN = range(3)
 SHORT = 32  # bytes: no encoding is tried for streams below it
-SAMPLED = 1 << 16  # bytes: in a stream from this size on matches are looked for in a sample first
+SAMPLED = 4096  # bytes at least, of a stream in which matches are looked for
 FEW = 4096  # changes: below it, what describes four classes may cost more than they save
 _STREAM = struct.Struct("<BII")
 
@@ -265,15 +265,16 @@ def _smallest(raw: Octets, *, structured: bool = False) -> bytes:
 def _may_match(raw: Octets, coded: int, structured: bool) -> bool:
     """Whether zstd may do better than `coded` bytes.
 
-    It may where codes are so short (1.5 bits) that some byte must come in long runs. Else, where no code saves
-    anything or the stream may be structured, a sixteenth of it in the middle tells.
+    It may where no code saves anything, where codes are so short (1.5 bits) that some byte may come in long runs, and
+    where the stream may be structured. There a sixteenth of it in the middle tells.
     """
-    if 16 * coded < 3 * raw.nbytes or (coded == raw.nbytes and raw.nbytes < SAMPLED):
-        return True
-    if coded < raw.nbytes and not structured:
+    if coded < raw.nbytes and 16 * coded >= 3 * raw.nbytes and not structured:
         return False
-    size = raw.nbytes // 16
-    return 16 * len(_zstd(raw[raw.nbytes // 2 : raw.nbytes // 2 + size])) < coded
+    size = max(raw.nbytes // 16, SAMPLED)
+    if size >= raw.nbytes:
+        return True
+    start = (raw.nbytes - size) // 2
+    return len(_zstd(raw[start : start + size])) * raw.nbytes < coded * size
 
 
 def _zstd(raw: Octets) -> bytes:
