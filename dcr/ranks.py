@@ -10,6 +10,7 @@ nothing, and together the parts are the whole model: that is proved when the ran
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from dcr import coverage, digest
 from dcr.errors import DigestMismatch, StateError
 from dcr.frames import Layout, Region
 from dcr.patch import Change
-from dcr.seams import RankLoader, RankReady
+from dcr.seams import Batching, RankLoader, RankReady
 from dcr.views import Lanes
 
 Result = TypeVar("Result")
@@ -112,6 +113,14 @@ class Ranks:
         shares = dict(ready.shares)
         self._each_number(lambda r: self._ranks[r].install(shares[r]), shares)
 
+    def install_all(self, readies: Sequence[Joint]) -> None:
+        """See `dcr.seams.Batching.install_all`; all ranks have ended when it returns or raises."""
+        shares: dict[int, list[RankReady]] = defaultdict(list)
+        for ready in readies:
+            for rank, share in ready.shares:
+                shares[rank].append(share)
+        self._each_number(lambda r: _install(self._ranks[r], shares[r]), shares)
+
     def undo(self, ready: Joint) -> None:
         """See `dcr.seams.Loader.undo`; every rank is undone, also when one fails."""
         shares = dict(ready.shares)
@@ -146,6 +155,14 @@ class Ranks:
                 errors[0][1].add_note(f"rank {r} of {len(self._ranks)}: {type(error).__name__}: {error}")
             raise errors[0][1]
         return [future.result() for _, future in futures]
+
+
+def _install(rank: RankLoader[Any], shares: Sequence[RankReady]) -> None:
+    if isinstance(rank, Batching):
+        rank.install_all(shares)
+        return
+    for share in shares:
+        rank.install(share)
 
 
 def _summed(parts: _Parts, numbers: Sequence[NDArray[np.int64]], sums: Sequence[Lanes]) -> tuple[Lanes, bool]:

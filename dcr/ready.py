@@ -48,8 +48,8 @@ class Ready:
 
     @property
     def changed(self) -> int:
-        """Elements that will be written, in the first copy."""
-        return len(self.writes[0].positions)
+        """Elements that will be written, in the first home; none if this rank holds none of the frame."""
+        return len(self.writes[0].positions) if self.writes else 0
 
     @property
     def nbytes(self) -> int:

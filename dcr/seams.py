@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from dcr.frames import Layout, Region, Shard
 from dcr.patch import Change, Operation
@@ -402,6 +402,15 @@ class Readable(Protocol):
 
     def read(self, frame: int) -> Bits:
         """The bits [N] of a frame in live memory, in the frame's own numbering. May run beside other calls."""
+        ...
+
+
+@runtime_checkable
+class Batching(Protocol):
+    """What a loader has besides if many frames in one call are faster than one after another: a round trip each."""
+
+    def install_all(self, readies: Sequence[Any]) -> None:
+        """As `Loader.install` for each of them, in order, but for settling; after an error any may be written."""
         ...
 
 

@@ -77,7 +77,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
 
 class Install(msgspec.Struct, frozen=True, tag="install"):
-    ticket: int
+    tickets: tuple[int, ...]
 
 
 class Undo(msgspec.Struct, frozen=True, tag="undo"):
@@ -187,7 +187,11 @@ class Worker:
 
     def install(self, ready: Share) -> None:
         """See `dcr.seams.Loader.install`."""
-        self._call(Install(ready.ticket))
+        self.install_all([ready])
+
+    def install_all(self, readies: Sequence[Share]) -> None:
+        """See `dcr.seams.Batching.install_all`."""
+        self._call(Install(tuple(ready.ticket for ready in readies)))
 
     def undo(self, ready: Share) -> None:
         """See `dcr.seams.Loader.undo`."""
@@ -330,8 +334,9 @@ def _done(
             readies[ticket] = ready
             sums = digest.pack(ready.old_sums) + digest.pack(ready.new_sums)
             return Shared(tuple(ready.parts), ready.changed, ready.nbytes, ready.copies_agree), sums
-        case Install(ticket=ticket):
-            loader.install(readies[ticket])
+        case Install(tickets=tickets):
+            for ticket in tickets:
+                loader.install(readies[ticket])
         case Undo(ticket=ticket):
             loader.undo(readies[ticket])
         case Settle():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+import numpy as np
 import pytest
 import torch
 from refits import Weights
 
 from dcr.frames import FrameSpec, Layout, Region
 from dcr.loaders.engine import Pairs
-from dcr.loaders.native import NativeLoader
+from dcr.loaders.native import NativeLoader, NativeRank
+from dcr.patch import Change, Operation
 from dcr.schema import Schema, TensorSpec
 
 LAYOUT = Layout(Schema((TensorSpec("weight", "float32", (6,)),)), (FrameSpec("float32", (Region(0, 0, ((6, 1),)),)),))
@@ -27,6 +29,8 @@ class Toy:
 
     def load(self, pairs: Pairs) -> None:
         for name, tensor in pairs:
+            if name == "other":
+                continue
             self.module.get_parameter(name).data.copy_(tensor)
 
     def settle(self, modules: Set[str]) -> None:
@@ -63,3 +67,15 @@ def test_a_weight_may_not_go(engine: Toy) -> None:
     before = loader.epoch()
     del engine.module.weight
     assert loader.epoch() != before
+
+
+def test_a_rank_that_holds_none_of_a_frame_has_nothing_to_write(engine: Toy) -> None:
+    """The expert of a neighbour: its loader leaves it out, whatever its name."""
+    specs = (TensorSpec("weight", "float32", (6,)), TensorSpec("other", "float32", (2,)))
+    frames = tuple(FrameSpec("float32", (Region(t, 0, ((spec.numel, 1),)),)) for t, spec in enumerate(specs))
+    rank = NativeRank(engine)
+    assert rank.bind(Layout(Schema(specs), frames)) == [Region(0, 0, ((6, 1),))]
+    for positions in (None, np.arange(2, dtype=np.uint32)):
+        ready = rank.prepare(1, Change(Operation.OVERWRITE, positions, np.ones(2, np.uint32)))
+        assert (ready.changed, ready.writes, ready.parts) == (0, (), ())
+        rank.install(ready)

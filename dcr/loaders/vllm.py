@@ -126,6 +126,10 @@ class VllmLoader:
         """See `dcr.seams.Loader.install`."""
         self._bound.install(ready)
 
+    def install_all(self, readies: Sequence[Joint]) -> None:
+        """See `dcr.seams.Batching.install_all`."""
+        self._bound.install_all(readies)
+
     def undo(self, ready: Joint) -> None:
         """See `dcr.seams.Loader.undo`."""
         self._bound.undo(ready)

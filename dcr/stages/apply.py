@@ -13,7 +13,7 @@ from dcr.frames import Layout
 from dcr.patch import Operation
 from dcr.pipeline import Inbox, Outbox, serve
 from dcr.placement import canonical_table
-from dcr.seams import Loader, Undoable
+from dcr.seams import Batching, Loader, Undoable
 from dcr.stages.compress import Unpacked
 from dcr.views import Lanes
 from dcr.wire import Message, Seal
@@ -178,9 +178,13 @@ def install(loader: Loader[Any], readies: Sequence[Undoable]) -> None:
     """
     begun: list[Undoable] = []
     try:
-        for ready in readies:
-            begun.append(ready)
-            loader.install(ready)
+        if isinstance(loader, Batching):
+            begun += readies
+            loader.install_all(readies)
+        else:
+            for ready in readies:
+                begun.append(ready)
+                loader.install(ready)
         loader.settle()
     except BaseException as error:
         _undo(loader, begun, error)
