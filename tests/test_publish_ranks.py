@@ -90,6 +90,18 @@ async def test_a_rank_holds_the_baseline_of_what_it_owns_and_nothing_else() -> N
     assert sum(owned) == model.schema.nbytes
 
 
+async def test_twenty_thousand_small_tensors_share_few_frames_and_send_nothing_when_nothing_changed() -> None:
+    model = Model(shapes={f"experts.{n}": ("bfloat16", (4, 2)) for n in range(20_000)})
+    async with trainer(URL, model, 2, transport=MemoryTransport(), frame_elems=1 << 22) as ranks:
+        anchor, _ = await ranks.publish(1)
+        assert (anchor.chunks, anchor.changed) == (2, 160_000)
+        unchanged, _ = await ranks.publish(2)
+        assert (unchanged.chunks, unchanged.changed, unchanged.wire_bytes) == (0, 0, 0)
+        model.bits["experts.19999"][3, 1] ^= 1
+        changed, _ = await ranks.publish(3)
+        assert (changed.chunks, changed.changed) == (1, 1)
+
+
 # ---------------------------------------------------------------------- an error on one rank
 
 
