@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import anyio
@@ -118,6 +120,31 @@ def inspect_run(
     else:
         typer.echo(render(report))
     raise typer.Exit(0 if report.problem is None else 1)
+
+
+@main.command("verify")
+def verify_checkpoint(
+    url: Annotated[str, typer.Argument(metavar="RUN", help="The run's URL, such as local:///path/to/run.")],
+    checkpoint: Annotated[Path, typer.Option(help="A directory of safetensors files.")],
+    waive: Annotated[list[str] | None, typer.Option(help="Tensors of the checkpoint that are not published.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a checkpoint on disk is the run's newest version, byte for byte.
+
+    Exit code: 0 if it is; 1 if it is another version or none; 2 if there is no such run or checkpoint.
+    """
+    from dcr.cli.verify import examine, render
+
+    try:
+        report = anyio.run(partial(examine, waive=tuple(waive or ())), url, checkpoint)
+    except DcrError as error:
+        typer.echo(f"dcr verify: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        _print_json(report)
+    else:
+        typer.echo(render(report))
+    raise typer.Exit(1 if report.differing else 0)
 
 
 def _print_json(document: object) -> None:

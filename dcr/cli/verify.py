@@ -1,0 +1,92 @@
+"""What `dcr verify` reports: which version of a run a checkpoint on disk holds, byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio.to_thread
+import msgspec
+import numpy as np
+
+from dcr import digest, frames, plugins
+from dcr.chain import Stored
+from dcr.cli.inspect import NoRun
+from dcr.errors import DigestMismatch, LocalError, RemoteError
+from dcr.frames import Layout
+from dcr.loaders.safetensors import SafetensorsLoader
+from dcr.seams import Store
+from dcr.stages.apply import sealed_digests
+from dcr.views import Lanes
+from dcr.wire import Identity
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A checkpoint beside a run.
+
+    head: the run's newest version. holds: the version that the checkpoint is, None if it is none that is stored.
+    differing: the tensors that are not those of the head. waived: names that were not compared.
+    """
+
+    url: str
+    checkpoint: str
+    head: int
+    holds: int | None
+    root: str
+    differing: tuple[str, ...]
+    waived: tuple[str, ...]
+
+
+async def examine(url: str, folder: Path, *, waive: tuple[str, ...] = ()) -> Report:
+    """Read a checkpoint whole and compare its digests with those of the run's stored versions, newest first.
+
+    Raises:
+        NoRun: nothing is committed, or nothing is stored. SchemaError: the checkpoint is of another model.
+        RemoteError: the newest version cannot be read.
+    """
+    async with plugins.transport_for(url).open(url) as run:
+        head, _ = await run.ledger.read()
+        if head is None or head.identity is None or run.store is None:
+            raise NoRun(f"no stored version at {url}: nothing has been committed there, or the path is wrong")
+        newest = Stored(*await run.store.describe(head.identity))
+        layout = frames.decode(newest.opened.body)
+        found = await anyio.to_thread.run_sync(_digest, folder, layout, waive)
+        root = digest.root(found)
+        holds = await _version_of(run.store, head.identity, root)
+    _, target, _ = sealed_digests(newest.seal, newest.sealed.body, layout)
+    differing = np.flatnonzero((found != target).any(axis=1)).tolist()
+    names = tuple(layout.schema.tensors[tensor].name for tensor in differing)
+    return Report(url, str(folder), head.identity.version, holds, root.hex(), names, waive)
+
+
+def _digest(folder: Path, layout: Layout, waive: tuple[str, ...]) -> Lanes:
+    loader = SafetensorsLoader(folder, waive=waive, sweep=False)
+    loader.bind(layout)
+    try:
+        return loader.digest()
+    except DigestMismatch as error:
+        raise LocalError(f"{folder} holds two names of one tensor with different bits: {error}") from error
+
+
+async def _version_of(store: Store, at: Identity | None, root: bytes) -> int | None:
+    """The newest stored version with this digest."""
+    while at is not None:
+        try:
+            link = Stored(*await store.describe(at))
+        except RemoteError:
+            return None
+        if link.seal.root == root:
+            return at.version
+        at = link.open.base
+    return None
+
+
+def render(report: Report) -> str:
+    """The report as text."""
+    if not report.differing:
+        return f"{report.checkpoint} is version {report.head}, the head of {report.url}, in every byte"
+    names = ", ".join(report.differing[:5]) + (" and others" if len(report.differing) > 5 else "")
+    what = "is no stored version" if report.holds is None else f"is version {report.holds}"
+    return (
+        f"{report.checkpoint} {what} of {report.url}, whose head is {report.head}: "
+        f"{len(report.differing)} tensors differ: {names}"
+    )
