@@ -29,6 +29,8 @@ struct SymbolCoder {
 };
 
 struct Coders {
+    // Whether positions [K] ascend strictly.
+    bool (*ascend)(const uint32_t* positions, size_t K);
     // The gap stream of ascending positions [K]; returns G. `out` holds K + last / 255 + GAP_SLACK bytes.
     size_t (*gaps)(const uint32_t* positions, size_t K, uint8_t* out);
     // Positions [K] of gaps [G]; stops at either end, and early where it is clear that `numel` is left behind.
@@ -62,6 +64,12 @@ extern const Coders AVX2_CODERS, AVX512_CODERS;
 #ifndef DCR_INLINE
 #define DCR_INLINE __attribute__((always_inline)) inline
 #endif
+
+DCR_INLINE bool ascend_body(const uint32_t* positions, size_t K) {
+    bool disorder = false;
+    for (size_t i = 1; i < K; ++i) disorder |= positions[i] <= positions[i - 1];
+    return !disorder;
+}
 
 // Appends one gap: eight escapes are stored whether they are needed or not, since how many are is hard to predict.
 DCR_INLINE uint8_t* put_gap(uint8_t* out, uint32_t gap) {

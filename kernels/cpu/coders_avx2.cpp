@@ -8,6 +8,8 @@
 namespace dcr {
 namespace {
 
+DCR_TARGET bool ascend(const uint32_t* positions, size_t K) { return ascend_body(positions, K); }
+
 DCR_TARGET size_t gaps(const uint32_t* positions, size_t K, uint8_t* out) { return gaps_body(positions, K, out); }
 
 DCR_TARGET Reached positions(const uint8_t* gaps, size_t G, size_t K, uint64_t, uint32_t* out) {
@@ -38,8 +40,9 @@ constexpr SymbolCoder<W> coder{encode<W>, decode<W>};
 
 }  // namespace
 
-constinit const Coders AVX2_CODERS{gaps,            positions,       coder<uint8_t>, coder<uint16_t>,
-                                   coder<uint32_t>, coder<uint64_t>, write_bits,     read_bits};
+constinit const Coders AVX2_CODERS{
+    ascend, gaps, positions, coder<uint8_t>, coder<uint16_t>, coder<uint32_t>, coder<uint64_t>, write_bits, read_bits,
+};
 
 }  // namespace dcr
 

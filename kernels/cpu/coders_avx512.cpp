@@ -18,6 +18,8 @@
 namespace dcr {
 namespace {
 
+DCR_TARGET bool ascend(const uint32_t* positions, size_t K) { return ascend_body(positions, K); }
+
 // Sixteen gaps below 4 * 255, each as three escapes and its last byte in a lane; what is not needed is packed away.
 DCR_TARGET DCR_INLINE uint8_t* put_short_gaps(__m512i gap, __mmask16 escaped, uint8_t* out) {
     const __m512i escape = _mm512_set1_epi32(ESCAPE);
@@ -103,8 +105,9 @@ constexpr SymbolCoder<W> coder{encode<W>, decode<W>};
 
 }  // namespace
 
-constinit const Coders AVX512_CODERS{gaps,            positions,       coder<uint8_t>, coder<uint16_t>,
-                                     coder<uint32_t>, coder<uint64_t>, write_bits,     read_bits};
+constinit const Coders AVX512_CODERS{
+    ascend, gaps, positions, coder<uint8_t>, coder<uint16_t>, coder<uint32_t>, coder<uint64_t>, write_bits, read_bits,
+};
 
 }  // namespace dcr
 

@@ -4,6 +4,8 @@
 namespace dcr {
 namespace {
 
+bool ascend(const uint32_t* positions, size_t K) { return ascend_body(positions, K); }
+
 size_t gaps(const uint32_t* positions, size_t K, uint8_t* out) { return gaps_body(positions, K, out); }
 
 Reached positions(const uint8_t* gaps, size_t G, size_t K, uint64_t, uint32_t* out) {
@@ -33,7 +35,8 @@ constexpr SymbolCoder<W> coder{encode<W>, decode<W>};
 
 }  // namespace
 
-constinit const Coders PORTABLE_CODERS{gaps,            positions,       coder<uint8_t>, coder<uint16_t>,
-                                       coder<uint32_t>, coder<uint64_t>, write_bits,     read_bits};
+constinit const Coders PORTABLE_CODERS{
+    ascend, gaps, positions, coder<uint8_t>, coder<uint16_t>, coder<uint32_t>, coder<uint64_t>, write_bits, read_bits,
+};
 
 }  // namespace dcr

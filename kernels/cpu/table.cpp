@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "level.hpp"
+
 namespace dcr {
 namespace {
 
@@ -145,9 +147,7 @@ bool Table::is_injective() const {
 
 void check_positions(const uint32_t* positions, size_t K, uint32_t numel) {
     if (K == 0) return;
-    bool disorder = false;
-    for (size_t i = 1; i < K; ++i) disorder |= positions[i] <= positions[i - 1];
-    if (disorder) throw std::invalid_argument("positions must ascend strictly");
+    if (!level().coders->ascend(positions, K)) throw std::invalid_argument("positions must ascend strictly");
     if (positions[K - 1] >= numel)
         throw std::invalid_argument("position " + std::to_string(positions[K - 1]) + " in a table of " +
                                     std::to_string(numel) + " elements");
