@@ -32,7 +32,8 @@ class Bent:
 class BentTransport:
     """A transport in memory, bent: each argument makes the wrong thing from the right one.
 
-    url: from a URL. run, ledger, store: from the run's. sender, member: from a link. Each is called anew at each open.
+    url: from a URL. run, ledger, store: from the run's. sender, writer, member: from a link. Each is
+    called anew at each open.
     """
 
     def __init__(self, **bends: Callable[[Any], Any]) -> None:
@@ -49,6 +50,7 @@ class BentTransport:
                     ledger=self._bent("ledger", run.ledger),
                     store=self._bent("store", run.store),
                     sender=lambda: self._link("sender", run.sender()),
+                    writer=lambda part: self._link("writer", run.writer(part)),
                     member=lambda ref: self._link("member", run.member(ref)),
                 ),
             )

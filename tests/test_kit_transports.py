@@ -6,7 +6,7 @@ import asyncio
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -207,6 +207,38 @@ def _sealed_at_the_end() -> BentTransport:
         return Bent(straight, sender=sender)
 
     return BentTransport(run=run)
+
+
+def _each_writer_over_the_others() -> BentTransport:
+    """Chunks are named by their number alone: a writer's takes the place of another's."""
+
+    def run(straight: Any) -> Bent:
+        @asynccontextmanager
+        async def writer(part: tuple[int, int]) -> AsyncIterator[Any]:
+            number = 0
+
+            async def send(link: Any, message: Message) -> None:
+                nonlocal number
+                chunks = straight.attempts[message.header.identity].chunks
+                await link.send(message)
+                chunks[number:] = [chunks[-1]]
+                number += 1
+
+            async with straight.writer(part) as link:
+                yield replacing(send=send)(link)
+
+        return Bent(straight, writer=writer)
+
+    return BentTransport(run=run)
+
+
+async def _taken_for_sent(link: Any, message: Message) -> None:
+    with suppress(LocalError):
+        await link.send(message)
+
+
+def _deaf_writers() -> BentTransport:
+    return BentTransport(writer=replacing(send=_taken_for_sent))
 
 
 def _one_run_for_all() -> BentTransport:
@@ -545,6 +577,11 @@ BREAKS: list[tuple[str, Broken, tuple[Any, ...]]] = [
     ("two_runs_never_mix", _one_run_for_all, ()),
     ("the_members_of_two_runs_never_mix", _one_run_for_all, ()),
     ("a_slow_receiver_holds_its_sender_back", without_a_store, ()),
+    #
+    ("chunks_of_several_writers_meet_in_one_seal", lambda: BentTransport(writer=sending(doubling(Chunk))), ()),
+    ("chunks_of_several_writers_meet_in_one_seal", _each_writer_over_the_others, ()),
+    ("a_stored_attempt_holds_the_chunks_of_all_writers", _each_writer_over_the_others, ()),
+    ("a_writer_takes_chunks_of_open_attempts_and_nothing_else", _deaf_writers, ()),
     #
     ("a_join_reaches_the_sender", _sender(lambda: changing(Join, lambda m: Message(Join(m.header.member, None)))), ()),
     ("a_join_from_before_the_sender_came_reaches_it", _deaf_to_what_was_before, ()),

@@ -12,9 +12,10 @@ from dcr.testing.conformance.closing import ClosingTests
 from dcr.testing.conformance.delivery import DeliveryTests
 from dcr.testing.conformance.ledger import LedgerTests
 from dcr.testing.conformance.storage import StoreTests
+from dcr.testing.conformance.writers import WriterTests
 
 
-class TransportTests(LedgerTests, DeliveryTests, AnswerTests, CancellationTests, ClosingTests, StoreTests):
+class TransportTests(LedgerTests, DeliveryTests, WriterTests, AnswerTests, CancellationTests, ClosingTests, StoreTests):
     """Everything that a transport has to hold.
 
     Say `transport` and `url`; a transport with a store also overrides `remove_part` and `truncate_part`.

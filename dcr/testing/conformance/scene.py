@@ -15,7 +15,7 @@ import numpy as np
 from dcr import digest, frames, wire
 from dcr.frames import FrameSpec, Layout, Region
 from dcr.schema import Schema, TensorSpec
-from dcr.seams import Link, Run, Transport
+from dcr.seams import Link, Run, Transport, Writer
 from dcr.wire import Ack, Chunk, ChunkRef, Head, Identity, Join, MemberRef, Message, Nack, Open, Seal
 
 T = TypeVar("T")
@@ -134,6 +134,11 @@ class Scene:
         await self.move(run, head or Head(RUN, 1, None, b""))
         return link, run
 
+    async def writer(self, number: int, of: int) -> Writer:
+        """The link of a further rank of the publisher."""
+        run = await self.open()
+        return await self._stack.enter_async_context(run.writer((number, of)))
+
     async def move(self, run: Run, head: Head) -> None:
         """Make this the head."""
         _, tag = await run.ledger.read()
@@ -178,7 +183,7 @@ async def settled() -> None:
         await anyio.sleep(0.002)
 
 
-async def send_all(link: Link, messages: Sequence[Message]) -> None:
+async def send_all(link: Writer, messages: Sequence[Message]) -> None:
     """Send messages, one after another."""
     for message in messages:
         await link.send(message)

@@ -15,7 +15,7 @@ import msgspec
 
 from dcr import wire
 from dcr.errors import IncompleteError, LocalError, RemoteError
-from dcr.wire import Abort, Commit, Head, Identity, Join, Leave, MemberRef, Message, Seal
+from dcr.wire import Abort, Chunk, Commit, Head, Identity, Join, Leave, MemberRef, Message, Seal
 
 TABLES = """
 create table if not exists head (tag integer, record blob);
@@ -125,6 +125,10 @@ class SqliteRun:
             yield link
 
     @asynccontextmanager
+    async def writer(self, part: tuple[int, int]) -> AsyncIterator["_Writer"]:
+        yield _Writer(self._rows)
+
+    @asynccontextmanager
     async def member(self, ref: MemberRef) -> AsyncIterator["_Link"]:
         with closing(_Link(self._rows, self._poll_s, _Seen(), _from_sender)) as link:
             yield link
@@ -180,6 +184,23 @@ class _Link:
                 return message
             await anyio.sleep(self._poll_s)
         raise IncompleteError("the link was closed")
+
+
+class _Writer:
+    """A further rank of the publisher: it adds chunks to attempts that the sender has opened."""
+
+    def __init__(self, rows: _Rows) -> None:
+        self._rows = rows
+
+    async def send(self, message: Message) -> None:
+        if not isinstance(message.header, Chunk):
+            raise LocalError(f"a writer sends chunks, not {type(message.header).__name__}")
+        await anyio.to_thread.run_sync(self._add, message, message.header.identity)
+
+    def _add(self, message: Message, of: Identity) -> None:
+        if not self._rows.all(f"select 1 from messages where {THIS} and kind = 'Open'", *_at(of)):
+            raise LocalError(f"{of} has not been opened by the run's sender")
+        self._rows.add(message)
 
 
 def _from_members(rows: _Rows, seen: _Seen) -> tuple[Message, _Seen] | None:
