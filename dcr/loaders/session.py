@@ -26,12 +26,14 @@ class Session:
         self._model = model
         self._barrier: RemovableHandle | None = None
         self._half = False
+        self._begun: set[int] = set()  # what was written in the last session
         self.bind, self.epoch, self.prepare, self.digest = loader.bind, loader.epoch, loader.prepare, loader.digest
 
     def open(self) -> None:
         """Let writes through, and the model no more."""
         if self._barrier is None:
             self._barrier = self._model.register_forward_pre_hook(_refuse)
+            self._begun.clear()
 
     def close(self) -> None:
         """The other way round.
@@ -46,20 +48,31 @@ class Session:
             self._barrier = None
 
     def install(self, ready: Any) -> None:
-        """See `dcr.seams.Loader.install`."""
+        """See `dcr.seams.Loader.install`.
+
+        Raises:
+            StateError: no session is open; nothing was written.
+        """
+        self._require_open()
+        self._begun.add(id(ready))
         self._write(self._loader.install, ready)
 
     def undo(self, ready: Any) -> None:
-        """See `dcr.seams.Loader.undo`."""
-        self._write(self._loader.undo, ready)
+        """See `dcr.seams.Loader.undo`; what was refused for want of a session needs none to be undone."""
+        if self._barrier is not None or id(ready) in self._begun:
+            self._require_open()
+            self._write(self._loader.undo, ready)
 
     def settle(self) -> None:
-        """See `dcr.seams.Loader.settle`."""
-        self._write(self._loader.settle)
+        """See `dcr.seams.Loader.settle`; nothing is written without a session."""
+        if self._barrier is not None:
+            self._write(self._loader.settle)
 
-    def _write(self, write: Callable[..., None], *ready: Any) -> None:
+    def _require_open(self) -> None:
         if self._barrier is None:
             raise StateError("no weight update session is open; install within `loader.updating(version)`")
+
+    def _write(self, write: Callable[..., None], *ready: Any) -> None:
         self._half = True
         write(*ready)
         self._half = False
