@@ -114,11 +114,13 @@ async def running(checkpoint: Path, ranks: int, monkeypatch: pytest.MonkeyPatch)
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = AsyncEngineArgs(model=str(checkpoint), tensor_parallel_size=ranks, **SETTINGS)
-    several = AsyncLLM.from_engine_args(arguments)
+    one = Engine(AsyncLLM.from_engine_args(arguments))
     try:
-        yield Engine(several)
+        yield one
     finally:
-        several.shutdown()
+        one.engine.shutdown()
+        del one.engine
+        gc.collect()
 
 
 def moved(before: list[dict[str, int]], after: list[dict[str, int]]) -> list[str]:
