@@ -59,7 +59,8 @@ subscriber = Subscriber
 def source(weights: Any, *, kind: str = "module", **options: Any) -> Source:
     """A trainer's weights as a source; `kind` names a plugin of dcr.sources, which takes the options.
 
-    "module": `dcr.sources.module.ModuleSource`.
+    "module": one process (`dcr.sources.module`). "dtensor": FSDP2 and tensor parallel. "zero": DeepSpeed. "megatron":
+    Megatron-core. "probe": whatever has an exporter. docs/sources.md says which to take.
     """
     made: Source = plugins.load("dcr.sources", kind)(weights, **options)
     return made

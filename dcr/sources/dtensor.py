@@ -47,10 +47,19 @@ class _Owner:
 
     @property
     def local(self) -> Tied:
-        tensor = self.tensor.detach()
-        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        require_plain(self.names[0], part)
-        return Tied(self.names, part, self.is_parameter)
+        """This rank's part as it lies now."""
+        with torch.no_grad():  # else a part would be a node of a graph, and slow to get
+            part = self.tensor.to_local() if isinstance(self.tensor, DTensor) else self.tensor
+        plain = part.detach()
+        require_plain(self.names[0], plain)
+        return Tied(self.names, plain, self.is_parameter)
+
+    @property
+    def layout(self) -> object:
+        """What decides where its elements lie; equal for layers that are alike."""
+        tensor = self.tensor
+        mesh = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+        return mesh, tuple(tensor.shape), tensor.dtype
 
 
 def source(module: torch.nn.Module, *, dtype: Dtypes = None, group: dist.ProcessGroup | None = None) -> MappedSource:
@@ -91,23 +100,27 @@ def source(module: torch.nn.Module, *, dtype: Dtypes = None, group: dist.Process
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """A canonical tensor; boxes take the row-major elements of this rank's part to it."""
+    """A canonical tensor; boxes take the row-major elements of this rank's part, which lie as `lies` says, to it."""
 
     spec: TensorSpec
     owner: _Owner
     kind: int
+    lies: Box
     boxes: Sequence[Box]
 
 
 def _parts(module: torch.nn.Module, dtype: Dtypes) -> list[_Part]:
     owners = _owners(module)
     require_matches(dtype, [owner.names[0] for owner in owners])
+    known: dict[object, list[Box]] = {}
     parts = []
     for owner in owners:
-        local = owner.local
+        local, layout = owner.local, owner.layout
+        if layout not in known:
+            known[layout] = _boxes(owner.tensor)
         want = canonical_dtype(local.name, local.dtype, owner.is_parameter, dtype)
         spec = TensorSpec(local.name, want, tuple(owner.tensor.shape), owner.names[1:])
-        parts.append(_Part(spec, owner, kind(local.name, local.dtype, want), _boxes(owner.tensor)))
+        parts.append(_Part(spec, owner, kind(local.name, local.dtype, want), local.box(), known[layout]))
     return parts
 
 
@@ -164,7 +177,7 @@ def _certify(parts: Sequence[_Part]) -> dict[str, str]:
     for part in parts:
         tensor = part.owner.tensor
         if isinstance(tensor, DTensor):
-            key = (tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.dtype)
+            key = part.owner.layout
             if key not in seen:
                 seen[key] = sum(_wrong(tensor, part.boxes, seed) for seed in SEEDS)
             if seen[key]:
