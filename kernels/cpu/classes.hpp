@@ -93,64 +93,92 @@ DCR_TARGET DCR_INLINE Members members_of(const W* base, size_t n, const W* lowes
     return members;
 }
 
-// Blocks are looked at a chunk at a time, so that the changes of a chunk are one loop: where the next block begins
+// Blocks are looked at a window at a time, so that the changes of a window are one loop: where the next block begins
 // among them is hard to predict.
-constexpr size_t CHUNK_BLOCKS = 64;
+constexpr size_t WINDOW_BLOCKS = 64;
+constexpr size_t WINDOW_ELEMS = WINDOW_BLOCKS * BLOCK_ELEMS;
+
+// The members of each block of a window, and how many elements of each class lie ahead of it in the frame.
+struct Window {
+    uint64_t members[CLASSES][WINDOW_BLOCKS];
+    uint32_t before[CLASSES][WINDOW_BLOCKS];
+
+    // The class of an element.
+    DCR_TARGET DCR_INLINE size_t class_of(size_t block, unsigned bit) const {
+        return (members[1][block] >> bit & 1) + 2 * (members[2][block] >> bit & 1) + 3 * (members[3][block] >> bit & 1);
+    }
+};
+
+// Fills a window of `size` elements; `seen` counts on. Blocks behind its end are as if all of the frame lay before them.
+template <class Marks, class W>
+DCR_TARGET DCR_INLINE void fill_window(const W* base, size_t size, const W* lowest, uint32_t* seen, Window& window) {
+    size_t block = 0;
+    for (size_t at = 0; at < size; at += BLOCK_ELEMS, ++block) {
+        const size_t n = size - at < BLOCK_ELEMS ? size - at : BLOCK_ELEMS;
+        const Members found = members_of<Marks>(base + at, n, lowest);
+        for (size_t c = 0; c < CLASSES; ++c) {
+            window.members[c][block] = found.of[c];
+            window.before[c][block] = seen[c];
+            seen[c] += uint32_t(__builtin_popcountll(found.of[c]));
+        }
+    }
+    for (; block < WINDOW_BLOCKS; ++block)
+        for (size_t c = 0; c < CLASSES; ++c) {
+            window.members[c][block] = 0;
+            window.before[c][block] = UINT32_MAX;
+        }
+}
 
 template <class Marks, class W>
 DCR_TARGET DCR_INLINE void rank_body(const W* base, size_t N, const W* lowest, const uint32_t* positions, size_t K,
                                      uint32_t* ranks, uint8_t* classes) {
-    constexpr size_t CHUNK = CHUNK_BLOCKS * BLOCK_ELEMS;
-    uint64_t members[CHUNK_BLOCKS][CLASSES];
-    uint32_t before[CHUNK_BLOCKS][CLASSES];  // elements of each class ahead of a block
+    Window window;
     uint32_t seen[CLASSES] = {};
     size_t k = 0;
-    for (size_t chunk = 0; chunk < N && k < K; chunk += CHUNK) {
-        const size_t size = N - chunk < CHUNK ? N - chunk : CHUNK;
-        for (size_t at = 0, block = 0; at < size; at += BLOCK_ELEMS, ++block) {
-            const size_t n = size - at < BLOCK_ELEMS ? size - at : BLOCK_ELEMS;
-            const Members found = members_of<Marks>(base + chunk + at, n, lowest);
-            for (size_t c = 0; c < CLASSES; ++c) {
-                members[block][c] = found.of[c];
-                before[block][c] = seen[c];
-                seen[c] += uint32_t(__builtin_popcountll(found.of[c]));
-            }
-        }
-        for (; k < K && positions[k] - chunk < size; ++k) {
-            const size_t block = (positions[k] - chunk) / BLOCK_ELEMS;
+    for (size_t first = 0; first < N && k < K; first += WINDOW_ELEMS) {
+        const size_t size = N - first < WINDOW_ELEMS ? N - first : WINDOW_ELEMS;
+        fill_window<Marks>(base + first, size, lowest, seen, window);
+        for (; k < K && positions[k] - first < size; ++k) {
+            const size_t block = (positions[k] - first) / BLOCK_ELEMS;
             const unsigned bit = unsigned(positions[k] % BLOCK_ELEMS);
-            const uint64_t* of = members[block];
-            const size_t at = (of[1] >> bit & 1) + 2 * (of[2] >> bit & 1) + 3 * (of[3] >> bit & 1);
+            const size_t at = window.class_of(block, bit);
+            const uint64_t below = window.members[at][block] & ((uint64_t(1) << bit) - 1);
             classes[k] = uint8_t(at);
-            ranks[k] = before[block][at] + uint32_t(__builtin_popcountll(of[at] & ((uint64_t(1) << bit) - 1)));
+            ranks[k] = window.before[at][block] + uint32_t(__builtin_popcountll(below));
         }
     }
 }
 
+// The last block that starts at or before element `rank` of a class: a search without a branch to mispredict.
+DCR_TARGET DCR_INLINE size_t block_of(const uint32_t* before, uint32_t rank) {
+    size_t block = 0;
+    for (size_t step = WINDOW_BLOCKS / 2; step > 0; step /= 2) block += step & (0 - size_t(before[block + step] <= rank));
+    return block;
+}
+
 template <class Marks, class W>
-DCR_TARGET DCR_INLINE size_t merge_body(const W* base, size_t N, const W* lowest, const size_t* ends, const uint32_t* ranks,
-                             const W* values, uint32_t* positions, W* merged) {
+DCR_TARGET DCR_INLINE size_t merge_body(const W* base, size_t N, const W* lowest, const size_t* ends,
+                                        const uint32_t* ranks, const W* values, uint32_t* positions, W* merged) {
     const size_t K = ends[CLASSES - 1];
+    Window window;
     uint32_t seen[CLASSES] = {};
     size_t read[CLASSES] = {0, ends[0], ends[1], ends[2]}, taken[CLASSES] = {0, ends[0], ends[1], ends[2]};
     size_t written = 0;
-    for (size_t block = 0; block < N && written < K; block += BLOCK_ELEMS) {
-        const size_t n = N - block < BLOCK_ELEMS ? N - block : BLOCK_ELEMS;
-        const Members members = members_of<Marks>(base + block, n, lowest);
-        uint64_t found = 0;
-        for (size_t c = 0; c < CLASSES; ++c) {
-            const uint32_t size = uint32_t(__builtin_popcountll(members.of[c]));
-            for (; read[c] < ends[c] && ranks[read[c]] - seen[c] < size; ++read[c])
-                found |= Marks::nth(members.of[c], ranks[read[c]] - seen[c]);
-            seen[c] += size;
-        }
-        for (; found; found &= found - 1, ++written) {
-            const unsigned bit = unsigned(__builtin_ctzll(found));
-            const unsigned at = unsigned(members.of[1] >> bit & 1) + 2 * unsigned(members.of[2] >> bit & 1) +
-                                3 * unsigned(members.of[3] >> bit & 1);
-            positions[written] = uint32_t(block + bit);
-            merged[written] = values[taken[at]++];
-        }
+    for (size_t first = 0; first < N && written < K; first += WINDOW_ELEMS) {
+        const size_t size = N - first < WINDOW_ELEMS ? N - first : WINDOW_ELEMS;
+        fill_window<Marks>(base + first, size, lowest, seen, window);
+        uint64_t found[WINDOW_BLOCKS] = {};
+        for (size_t c = 0; c < CLASSES; ++c)
+            for (; read[c] < ends[c] && ranks[read[c]] < seen[c]; ++read[c]) {
+                const size_t block = block_of(window.before[c], ranks[read[c]]);
+                found[block] |= Marks::nth(window.members[c][block], ranks[read[c]] - window.before[c][block]);
+            }
+        for (size_t block = 0; block < WINDOW_BLOCKS; ++block)
+            for (uint64_t left = found[block]; left; left &= left - 1, ++written) {
+                const unsigned bit = unsigned(__builtin_ctzll(left));
+                positions[written] = uint32_t(first + block * BLOCK_ELEMS + bit);
+                merged[written] = values[taken[window.class_of(block, bit)]++];
+            }
     }
     return written;
 }
