@@ -1,81 +1,256 @@
-"""The loader of any engine: what it notices when memory moves."""
+"""Engines with hostile loaders as members of a run: seeded, refitted, failing half-way, tampered with; real ends."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+import anyio
 import pytest
 import torch
-from refits import Weights
+from refits import FAST, publish
 
-from dcr.frames import FrameSpec, Layout, Region
-from dcr.loaders.engine import Pairs
-from dcr.loaders.native import NativeLoader, NativeRank
-from dcr.patch import Change, Operation
+import dcr
+from dcr.errors import DigestMismatch, Poisoned, ReadBackError, SchemaError, StateError
+from dcr.frames import Layout
+from dcr.loaders.engine import memories_of, slots_of
+from dcr.loaders.native import NativeLoader
+from dcr.loaders.probe import random_tensor
 from dcr.schema import Schema, TensorSpec
+from dcr.testing.hostile import CASES, Case, ToyEngine
 
-LAYOUT = Layout(Schema((TensorSpec("weight", "float32", (6,)),)), (FrameSpec("float32", (Region(0, 0, ((6, 1),)),)),))
-
-
-class Toy:
-    """An engine with one weight, and a cache of its own that nobody publishes."""
-
-    replaces = False
-
-    def __init__(self) -> None:
-        self.module = Weights({"weight": torch.arange(6.0)})
-        self.module.register_buffer("cache", torch.ones(3), persistent=False)
-
-    def load(self, pairs: Pairs) -> None:
-        for name, tensor in pairs:
-            if name == "other":
-                continue
-            self.module.get_parameter(name).data.copy_(tensor)
-
-    def settle(self, modules: Set[str]) -> None:
-        pass
-
-    def fingerprint(self) -> bytes:
-        return b"toy"
+KINDS = ["absorbed weights", "composed", "quantised", "cast", "tied heads", "padded vocabulary", "rebinding", "threads"]
 
 
-@pytest.fixture
-def engine() -> Toy:
-    return Toy()
+class Tree(torch.nn.Module):
+    """A trainer that holds tensors under dotted names; `aliases` of a name are tied to it."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        super().__init__()
+        for number, (name, shape) in enumerate(case.shapes.items()):
+            tensor = random_tensor(TensorSpec(name, "bfloat16", shape), seed, number)
+            parameter = torch.nn.Parameter(tensor, requires_grad=False)
+            for path in (name, *case.aliases.get(name, ())):
+                self._put(path, parameter)
+
+    def _put(self, path: str, parameter: torch.nn.Parameter) -> None:
+        *above, name = path.split(".")
+        module: torch.nn.Module = self
+        for part in above:
+            if not hasattr(module, part):
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(name, parameter)
+
+    def step(self, seed: int, share: float = 0.3) -> None:
+        """New finite bits for a share of all elements."""
+        generator = torch.Generator().manual_seed(seed)
+        for number, tensor in enumerate(self.parameters()):
+            new = random_tensor(TensorSpec("t", "bfloat16", tuple(tensor.shape)), seed, number)
+            tensor.data.copy_(torch.where(torch.rand(tensor.shape, generator=generator) < share, new, tensor.data))
+
+    def pairs(self) -> list[tuple[str, torch.Tensor]]:
+        return list(self.state_dict().items())
 
 
-def test_a_buffer_that_no_load_writes_may_move(engine: Toy) -> None:
+def memory(engine: ToyEngine) -> dict[str, bytes]:
+    return {one.path: one.live.tobytes() for one in memories_of(slots_of(engine.module))}
+
+
+def natively(case: Case, trainer: Tree) -> dict[str, bytes]:
+    """The memory of an engine that its own loader has loaded."""
+    engine = case.make()
+    engine.load(trainer.pairs())
+    engine.settle({slot.module for slot in slots_of(engine.module)})
+    return memory(engine)
+
+
+class Breaking(NativeLoader):
+    """A native loader that fails when it has installed the n-th frame, and whose undo may fail too."""
+
+    at: int | None = None
+    undoes = True
+    installed = 0
+
+    def install(self, ready: Any) -> None:
+        super().install(ready)
+        self.installed += 1
+        if self.at == self.installed:
+            raise ReadBackError("a test says that memory did not keep its bits")
+
+    def undo(self, ready: Any) -> None:
+        if not self.undoes:
+            raise ReadBackError("a test says that the undo failed")
+        super().undo(ready)
+
+
+@asynccontextmanager
+async def following(
+    folder: Path, case: Case, **options: Any
+) -> AsyncIterator[tuple[Tree, ToyEngine, Breaking, dcr.Publisher, Any]]:
+    """A trainer, and an engine that was seeded with its first version."""
+    trainer, engine = Tree(case, 1), case.make()
+    loader = Breaking(engine, waive=case.waive)
+    url = f"local://{folder / 'run'}"
+    async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST, frame_elems=33, **options) as publisher:
+        await publish(publisher, 1)
+        async with dcr.subscriber(url, loader=loader, member="m", transport=FAST) as versions:
+            with anyio.fail_after(30):
+                await (await anext(versions)).install()
+            yield trainer, engine, loader, publisher, versions
+
+
+async def offered(publisher: dcr.Publisher, versions: Any, version: int) -> Any:
+    with anyio.fail_after(30):
+        await publisher.joined(1)
+        await publisher.publish(version)
+        return await anext(versions)
+
+
+@pytest.mark.parametrize("name", KINDS)
+async def test_an_engine_is_seeded_and_follows_byte_for_byte(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    async with following(tmp_path, case) as (trainer, engine, _, publisher, versions):
+        assert memory(engine) == natively(case, trainer)
+        for version in range(2, 6):
+            trainer.step(version)
+            await (await offered(publisher, versions, version)).install()
+            assert memory(engine) == natively(case, trainer)
+
+
+@pytest.mark.parametrize("name", KINDS)
+async def test_an_installation_that_fails_half_way_is_undone_and_can_be_repeated(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    async with following(tmp_path, case) as (trainer, engine, loader, publisher, versions):
+        before = memory(engine)
+        trainer.step(2, share=0.7)
+        version = await offered(publisher, versions, 2)
+        frames = len(loader._bound.layout.frames)  # each of them changes
+        for at in range(1, frames + 1):
+            loader.at, loader.installed = at, 0
+            with pytest.raises(ReadBackError):
+                await version.install()
+            assert memory(engine) == before
+            assert (versions.may_serve, versions.version) == (True, 1)
+        loader.at = None
+        await version.install()
+        assert memory(engine) == natively(case, trainer)
+
+
+@pytest.mark.parametrize("name", ["composed", "quantised", "rebinding"])
+async def test_an_engine_whose_loader_fails_keeps_the_version_before(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    async with following(tmp_path, case) as (trainer, engine, _, publisher, versions):
+        before, loads = memory(engine), engine.loads
+        trainer.step(2)
+        version = await offered(publisher, versions, 2)
+
+        def failing(model: torch.nn.Module, pairs: Any) -> None:
+            loads(model, pairs)
+            raise RuntimeError("out of memory, says a test")
+
+        engine.loads = failing
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await version.install()
+        assert (memory(engine) == before, versions.may_serve) == (True, True)
+        engine.loads = loads
+        await version.install()
+        assert memory(engine) == natively(case, trainer)
+
+
+async def test_an_installation_that_cannot_be_undone_poisons_and_is_healed_by_a_seed(tmp_path: Path) -> None:
+    case = CASES["composed"]
+    async with following(tmp_path, case) as (trainer, engine, loader, publisher, versions):
+        trainer.step(2)
+        version = await offered(publisher, versions, 2)
+        loader.at, loader.installed, loader.undoes = 1, 0, False
+        with pytest.raises(Poisoned):
+            await version.install()
+        assert not versions.may_serve
+        loader.at, loader.undoes = None, True
+        with anyio.fail_after(30):
+            await (await anext(versions)).install()
+        assert versions.may_serve
+        assert memory(engine) == natively(case, trainer)
+
+
+@pytest.mark.parametrize("name", KINDS)
+async def test_memory_that_was_tampered_with_is_refused_before_the_first_write(tmp_path: Path, name: str) -> None:
+    """A bit of everything that a version made: what is moved, cast, absorbed, quantised, or loaded by the engine."""
+    case = CASES[name]
+    async with following(tmp_path, case, quorum=0) as (trainer, engine, loader, publisher, versions):
+        record = loader.record
+        made = {home.memory for home in record.homes} | {m for one in record.reloads for m in one.memories}
+        flipped = memories_of(slots_of(engine.module))[max(made)]
+        flipped.live[0] ^= 1
+        before = memory(engine)
+        trainer.step(2, share=1.0)
+        version = await offered(publisher, versions, 2)
+        assert memory(engine) == before
+        assert version.kind == "seed"
+        await version.install()
+        while versions.version != 2:  # what was committed when trust was lost comes first
+            await (await anext(versions)).install()
+        assert memory(engine) == natively(case, trainer)
+
+
+def test_verbs_before_a_binding_say_what_is_missing() -> None:
+    loader = NativeLoader(CASES["composed"].make())
+    for call in (loader.digest, lambda: loader.record, lambda: loader.wanted):
+        with pytest.raises(StateError, match="call bind first"):
+            call()
+
+
+def test_a_second_binding_does_not_record_again() -> None:
+    case = CASES["absorbed weights"]
+    engine = case.make()
+    loads: list[int] = []
+    inner = engine.loads
+    engine.loads = lambda model, pairs: (loads.append(1), inner(model, pairs))[1]
     loader = NativeLoader(engine)
-    loader.bind(LAYOUT)
-    before = loader.epoch()
-    engine.module.cache = torch.ones(3)
-    assert loader.epoch() == before
+    schema = Schema(tuple(TensorSpec(name, "bfloat16", shape) for name, shape in case.shapes.items()))
+    loader.bind(Layout(schema, ()))
+    first = len(loads)
+    loader.bind(Layout(schema, ()))
+    assert len(loads) == first > 0
 
 
-def test_a_weight_may_not_move(engine: Toy) -> None:
+def test_a_binding_after_weights_moved_records_again() -> None:
+    case = CASES["absorbed weights"]
+    engine = case.make()
     loader = NativeLoader(engine)
-    loader.bind(LAYOUT)
-    before = loader.epoch()
-    engine.module.weight.data = torch.arange(6.0)
+    schema = Schema(tuple(TensorSpec(name, "bfloat16", shape) for name, shape in case.shapes.items()))
+    loader.bind(Layout(schema, ()))
+    before, record = loader.epoch(), loader.record
+    engine.module.norm.data = engine.module.norm.data.clone()
     assert loader.epoch() != before
+    loader.bind(Layout(schema, ()))
+    assert loader.record is not record
 
 
-def test_a_weight_may_not_go(engine: Toy) -> None:
+def test_what_the_engine_loaded_itself_is_watched() -> None:
+    """The bytes that a reload left have a digest of their own: no canonical bits are there to compare."""
+    case = CASES["composed"]
+    engine = case.make()
     loader = NativeLoader(engine)
-    loader.bind(LAYOUT)
-    before = loader.epoch()
-    del engine.module.weight
-    assert loader.epoch() != before
+    loader.bind(Layout(Schema((TensorSpec("mixer.a", "bfloat16", (8,)), TensorSpec("norm", "bfloat16", (8,)))), ()))
+    loader.settle()
+    loader.digest()
+    engine.module.get_parameter("mixer.a").data.view(torch.int32)[3] ^= 1
+    with pytest.raises(DigestMismatch, match=r"mixer\.a: memory is not what the engine's loader left there"):
+        loader.digest()
 
 
-def test_a_rank_that_holds_none_of_a_frame_has_nothing_to_write(engine: Toy) -> None:
-    """The expert of a neighbour: its loader leaves it out, whatever its name."""
-    specs = (TensorSpec("weight", "float32", (6,)), TensorSpec("other", "float32", (2,)))
-    frames = tuple(FrameSpec("float32", (Region(t, 0, ((spec.numel, 1),)),)) for t, spec in enumerate(specs))
-    rank = NativeRank(engine)
-    assert rank.bind(Layout(Schema(specs), frames)) == [Region(0, 0, ((6, 1),))]
-    for positions in (None, np.arange(2, dtype=np.uint32)):
-        ready = rank.prepare(1, Change(Operation.OVERWRITE, positions, np.ones(2, np.uint32)))
-        assert (ready.changed, ready.writes, ready.parts) == (0, (), ())
-        rank.install(ready)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_checkpoint_of_another_dtype_is_cast_as_the_engine_does(dtype: str) -> None:
+    case = CASES["transposed"]
+    loader = NativeLoader(case.make())
+    loader.bind(Layout(Schema((TensorSpec("w", dtype, (4, 6)),)), ()))
+    assert loader.record.verdicts[0].kind.value == "cast"
+
+
+def test_a_published_shape_that_does_not_fit_is_refused_by_name() -> None:
+    with pytest.raises(SchemaError, match="w is published and goes nowhere here"):
+        NativeLoader(CASES["transposed"].make()).bind(Layout(Schema((TensorSpec("w", "bfloat16", (5, 6)),)), ()))

@@ -5,21 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
 
 from dcr.boxes import Box, Dim
-from dcr.errors import DigestMismatch, ReadBackError, SchemaError, StateError
+from dcr.errors import SchemaError, StateError
 from dcr.frames import Layout, Region
 from dcr.loaders.certify import Cast, cast_of, strided
-from dcr.loaders.engine import Engine, Memory, Octets, memories_of, slots_of
+from dcr.loaders.engine import Engine, Memory, memories_of, slots_of
 from dcr.loaders.probe import bits_of, dtype_of, torch_of
-from dcr.loaders.record import Kind, Record, Reload, record
-from dcr.loaders.standin import StandIns
-from dcr.loaders.trial import Trial
+from dcr.loaders.record import Kind, Record, record
+from dcr.loaders.reload import Reloads
 from dcr.patch import Change
 from dcr.placement import Place, Placement, wanted
 from dcr.ready import Ready
@@ -28,22 +26,6 @@ from dcr.strips import Runs
 from dcr.views import UNSIGNED, Bits, Lanes
 
 SHADOWED = (Kind.CAST, Kind.LAYER, Kind.MODEL)
-
-
-@dataclass(slots=True, eq=False)
-class _Module:
-    """A reload at work.
-
-    dirty: a tensor of it was written since it was last loaded; undone: and has its old bits again. known: a digest of
-    what the last load left, None before the first. before: its memories, and `known`, before the version that is being
-    installed.
-    """
-
-    reload: Reload
-    dirty: bool = False
-    undone: bool = False
-    before: tuple[dict[int, Octets], bytes | None] | None = None
-    known: bytes | None = None
 
 
 class NativeLoader:
@@ -61,7 +43,7 @@ class NativeLoader:
         self._recorded: tuple[bytes, bytes, Record] | None = None
         self._binding: _Binding | None = None
         self._watched: set[str] | None = None
-        self._modules: list[_Module] = []
+        self._undone = False
 
     @property
     def record(self) -> Record:
@@ -91,10 +73,9 @@ class NativeLoader:
         self._require_taken(layout.schema, found)
         memories = memories_of(slots_of(self._engine.module))
         self._require_published(memories, found)
-        self._binding = _Binding(layout, memories, found, self._partial)
+        self._binding = _Binding(self._engine, layout, memories, found, self._partial)
         self._recorded = (epoch, layout.schema.digest, found)
         self._watched = {slot.path for index in _written(found) for slot in memories[index].slots}
-        self._modules = [_Module(reload) for reload in found.reloads]
 
     def epoch(self) -> bytes:
         """See `dcr.seams.Loader.epoch`. Tensors that no load writes may move: engines replace buffers as they run."""
@@ -106,10 +87,15 @@ class NativeLoader:
         return hashlib.blake2b(repr((self._engine.fingerprint(), homes)).encode(), digest_size=16).digest()
 
     def prepare(self, frame: int, change: Change) -> Ready:
-        """See `dcr.seams.Loader.prepare`."""
-        for module in self._modules:
-            module.before = None  # the version before is installed everywhere
-        return self._bound.placement.prepare(frame, change)
+        """See `dcr.seams.Loader.prepare`.
+
+        Raises:
+            BaseMismatch: a module that the engine loads is not as its last load left it.
+        """
+        self._bound.reloads.begin()
+        ready = self._bound.placement.prepare(frame, change)
+        self._bound.reloads.check(self._touched(ready))
+        return ready
 
     def read(self, frame: int) -> Bits:
         """See `dcr.seams.Readable.read`."""
@@ -117,76 +103,33 @@ class NativeLoader:
 
     def install(self, ready: Ready) -> None:
         """See `dcr.seams.Loader.install`."""
-        for module in self._touched(ready):
-            module.dirty, module.undone = True, False
+        self._bound.reloads.wrote(self._touched(ready), undone=False)
         self._bound.placement.install(ready)
 
     def undo(self, ready: Ready) -> None:
         """See `dcr.seams.Loader.undo`."""
-        for module in self._touched(ready):
-            module.dirty = module.undone = True
+        self._bound.reloads.wrote(self._touched(ready), undone=True)
         self._bound.placement.undo(ready)
+        self._undone = True
 
     def settle(self) -> None:
         """See `dcr.seams.Loader.settle`: modules that have to be loaded are, or get their old bytes back."""
-        for module in self._modules:
-            if module.undone and module.before is not None:
-                contents, known = module.before
-                self._write(module, contents)
-                module.known = known
-            elif not module.undone and (module.dirty or module.known is None):
-                contents = self._loaded(module.reload)
-                if module.before is None:
-                    module.before = {i: self._bound.memories[i].live.copy() for i in contents}, module.known
-                self._write(module, contents)
-            module.dirty = module.undone = False
+        self._bound.reloads.settle()
+        if not self._undone:
+            self._bound.reloads.set_constants()
+        self._undone = False
 
     def digest(self) -> Lanes:
         """See `dcr.seams.Loader.digest`."""
-        for module in self._modules:
-            if module.known is not None and module.known != self._stored(module.reload):
-                raise DigestMismatch(f"{self._names(module.reload)}: memory is not what the engine's loader left there")
+        self._bound.reloads.require_known()
         return self._bound.placement.digest()
 
-    # ------------------------------------------------------------------ modules that the engine has to load
-
-    def _touched(self, ready: Ready) -> list[_Module]:
-        """The modules to load again once a frame is written."""
+    def _touched(self, ready: Ready) -> set[int]:
+        """The tensors that a frame changes."""
         frame = self._bound.layout.frames[ready.frame]
         of_sums = [self.parts[part].tensor for part in ready.parts] if self._partial else frame.tensors
         changed = (ready.old_sums != ready.new_sums).any(axis=1)
-        tensors = {tensor for tensor, moved in zip(of_sums, changed, strict=True) if moved}
-        return [module for module in self._modules if tensors.intersection(module.reload.tensors)]
-
-    def _loaded(self, reload: Reload) -> dict[int, Octets]:
-        """What the engine's own loader makes of some memories, now that the shadows of its tensors are written."""
-        bound = self._bound
-        slots = [slot for index in reload.touched for slot in bound.memories[index].slots]
-        with StandIns(slots) as stand_ins:
-            for index, memory in enumerate(stand_ins.memories):
-                stand_ins.scratch(index)[:] = memory.live
-            trial = Trial(self._engine, bound.layout.schema, stand_ins, bound.record.names)
-            seen = trial.load(reload.tensors, bound.canonical, settle=trial.memories)
-            if seen.error is not None:
-                raise seen.error
-            return {i: stand_ins.scratch(reload.touched.index(i)) for i in reload.memories}
-
-    def _write(self, module: _Module, contents: dict[int, Octets]) -> None:
-        for index, octets in contents.items():
-            live = self._bound.memories[index].live
-            live[:] = octets
-            if not np.array_equal(live, octets):
-                raise ReadBackError(f"{self._bound.memories[index].path} did not keep the bytes that were loaded")
-        module.known = self._stored(module.reload)
-
-    def _stored(self, reload: Reload) -> bytes:
-        total = hashlib.blake2b(digest_size=16)
-        for index in reload.memories:
-            total.update(self._bound.memories[index].live.data)
-        return total.digest()
-
-    def _names(self, reload: Reload) -> str:
-        return ", ".join(self._bound.layout.schema.tensors[tensor].name for tensor in reload.tensors[:3])
+        return {tensor for tensor, moved in zip(of_sums, changed, strict=True) if moved}
 
     # ------------------------------------------------------------------ what is refused
 
@@ -225,7 +168,9 @@ class _Binding:
     shadows: canonical bits of the tensors that the engine does not hold as they are.
     """
 
-    def __init__(self, layout: Layout, memories: Sequence[Memory], found: Record, partial: bool) -> None:
+    def __init__(
+        self, engine: Engine, layout: Layout, memories: Sequence[Memory], found: Record, partial: bool
+    ) -> None:
         self.layout, self.memories, self.record = layout, memories, found
         self.shadows: dict[int, Bits] = {}
         self.places: list[Place] = []
@@ -241,6 +186,7 @@ class _Binding:
                 storages.append(self.shadows[tensor])
             self.places += homes[tensor]
         self.placement = Placement(layout, storages, self.places, partial=partial)
+        self.reloads = Reloads(engine, layout.schema, memories, found, self.canonical)
         for place in self.places:
             if isinstance(place.cast, Cast):
                 self._recall(place, storages[place.storage], place.cast)

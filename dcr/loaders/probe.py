@@ -145,8 +145,8 @@ def bits_of(tensor: torch.Tensor) -> Bits:
 
 
 def torch_of(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
-    """Bits [n] as a flat tensor over the same memory."""
-    return torch.from_numpy(bits.view(np.uint8)).view(dtype)
+    """Bits [n] as a flat tensor, over the same memory if that may be written."""
+    return torch.from_numpy((bits if bits.flags.writeable else bits.copy()).view(np.uint8)).view(dtype)
 
 
 def _random(size: int, seed: int, index: int) -> Octets:

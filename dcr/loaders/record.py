@@ -30,6 +30,7 @@ from dcr.loaders.probe import Numbering, blank, random_tensor
 from dcr.loaders.standin import StandIns
 from dcr.loaders.trial import Seen, Trial
 from dcr.schema import Schema
+from dcr.views import Bits
 
 # A map of more boxes than this is a table, and has to hold so many elements a box.
 TABLE_BOXES = 64
@@ -71,7 +72,16 @@ class Reload:
     touched: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class Constants:
+    """Elements of a memory that every load sets to the same bits: padding, mostly."""
+
+    memory: int
+    elements: NDArray[np.int64]
+    bits: Bits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Record:
     """What is known of an engine rank for one schema; memories are numbered as in its stand-ins.
 
@@ -80,6 +90,7 @@ class Record:
 
     verdicts: tuple[Verdict, ...]
     homes: tuple[Home, ...]
+    constants: tuple[Constants, ...]
     reloads: tuple[Reload, ...]
     names: tuple[tuple[str, ...], ...]
 
@@ -116,6 +127,7 @@ class _Recorder:
         self._known: dict[tuple[int, ...], tuple[list[int], set[int], Seen] | None] = {}
         self._verdicts: dict[int, Verdict] = {}
         self._homes: list[Home] = []
+        self._constants: list[Constants] = []
         self._reloads: list[Reload] = []
 
     def record(self) -> Record:
@@ -123,12 +135,14 @@ class _Recorder:
         if units is None or not all(self._record(unit) for unit in units):
             self._verdicts.clear()
             self._homes.clear()
+            self._constants.clear()
             self._reloads.clear()
             if not self._record(range(len(self._specs)), whole=True):
                 raise SchemaError("the engine's loader can load neither the parts of this model nor all of it")
         return Record(
             tuple(self._verdicts[tensor] for tensor in range(len(self._specs))),
             tuple(self._homes),
+            tuple(self._constants),
             tuple(self._reloads),
             tuple(self._trial.names),
         )
@@ -288,6 +302,12 @@ class _Recorder:
             self._reloads.append(reload)
             for tensor in reload.tensors:
                 self._verdicts[tensor] = Verdict(Kind.MODEL if whole else Kind.LAYER, reason)
+        reloaded = {memory for reload in self._reloads for memory in reload.memories}
+        self._constants += [
+            Constants(finding.memory, finding.constants, finding.constant_bits)
+            for finding in findings
+            if len(finding.constants) and finding.memory not in reloaded
+        ]
         self._homes += [h for finding in findings for h in finding.homes if h.tensor not in self._verdicts]
         for tensor in tensors:
             self._verdicts.setdefault(tensor, self._verdict(tensor, findings))

@@ -1,0 +1,163 @@
+"""What an install has to bring up to date besides moved elements: modules that the engine has to load, and constants.
+
+A module is loaded on stand-ins by the engine's own loader, from canonical bits that are kept here, and what comes out
+is copied to live memory. So live pointers stay, a load that fails has changed nothing, and the old bytes are the undo.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dcr.errors import BaseMismatch, DigestMismatch, ReadBackError
+from dcr.loaders.engine import Engine, Memory, Octets
+from dcr.loaders.record import Record, Reload
+from dcr.loaders.standin import StandIns
+from dcr.loaders.trial import Trial
+from dcr.schema import Schema
+from dcr.views import Bits
+
+
+@dataclass(slots=True, eq=False)
+class _Module:
+    """A reload at work.
+
+    dirty: a tensor of it was written since it was last loaded; undone: and has its old bits again. known: a digest of
+    what the last load left, None before the first. astray: it was seen to be something else. before: its memories, and
+    `known`, before the version that is being installed.
+    """
+
+    reload: Reload
+    dirty: bool = False
+    undone: bool = False
+    known: bytes | None = None
+    astray: bool = False
+    before: tuple[dict[int, Octets], bytes | None] | None = None
+
+
+class Reloads:
+    """The modules of a record that have to be loaded, and its constants, over live memories.
+
+    canonical: the tensor to load for a number of the schema.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        schema: Schema,
+        memories: Sequence[Memory],
+        record: Record,
+        canonical: Callable[[int], torch.Tensor],
+    ) -> None:
+        self._engine, self._schema, self._memories, self._record = engine, schema, memories, record
+        self._canonical = canonical
+        self._modules = [_Module(reload) for reload in record.reloads]
+        self._settled = False
+        self._overwritten: list[Bits] | None = None  # constants' elements, as they were before
+
+    def begin(self) -> None:
+        """A version is prepared: the one before is installed everywhere, and will not be undone."""
+        self._overwritten = None
+        for module in self._modules:
+            module.before = None
+
+    def check(self, tensors: Set[int]) -> None:
+        """Before some tensors are written: the modules they belong to are what the last load left.
+
+        Raises:
+            BaseMismatch: somebody else has written to one. Once it is said, what comes next may heal it.
+        """
+        for module in self._of(tensors):
+            if not module.dirty and not module.astray and not self._is_known(module):
+                raise BaseMismatch(self._said(module))
+
+    def wrote(self, tensors: Set[int], *, undone: bool) -> None:
+        """Canonical bits of some tensors are new, or old again."""
+        for module in self._of(tensors):
+            module.dirty, module.undone = True, undone
+        if undone and self._overwritten is not None:
+            for held, old in zip(self._record.constants, self._overwritten, strict=True):
+                self._bits(held.memory)[held.elements] = old
+            self._overwritten, self._settled = None, False
+
+    def settle(self) -> None:
+        """Load what is dirty, or give it its old bytes back; see `dcr.seams.Loader.settle`."""
+        for module in self._modules:
+            if module.undone and module.before is not None:
+                contents, known = module.before
+                self._write(module, contents)
+                module.known = known
+            elif not module.undone and (module.dirty or module.astray or module.known is None):
+                contents = self._loaded(module.reload)
+                if module.before is None:
+                    module.before = {i: self._memories[i].live.copy() for i in contents}, module.known
+                self._write(module, contents)
+            module.dirty = module.undone = False
+
+    def set_constants(self) -> None:
+        """Constants beside the weights are what a load leaves there: once, and if they were changed."""
+        if self._settled and self._constant():
+            return
+        old = [self._bits(held.memory)[held.elements] for held in self._record.constants]
+        for held in self._record.constants:
+            self._bits(held.memory)[held.elements] = held.bits
+        self._overwritten, self._settled = old if self._overwritten is None else self._overwritten, True
+
+    def require_known(self) -> None:
+        """Everything is as it was left here.
+
+        Raises:
+            DigestMismatch: it is not.
+        """
+        for module in self._modules:
+            if not self._is_known(module):
+                raise DigestMismatch(self._said(module))
+        if self._settled and not self._constant():
+            raise DigestMismatch("constants beside the weights are not what the engine's loader leaves there")
+
+    def _of(self, tensors: Set[int]) -> list[_Module]:
+        return [module for module in self._modules if not tensors.isdisjoint(module.reload.tensors)]
+
+    def _loaded(self, reload: Reload) -> dict[int, Octets]:
+        """What the engine's own loader makes of some memories."""
+        slots = [slot for index in reload.touched for slot in self._memories[index].slots]
+        with StandIns(slots) as stand_ins:
+            for index, memory in enumerate(stand_ins.memories):
+                stand_ins.scratch(index)[:] = memory.live
+            trial = Trial(self._engine, self._schema, stand_ins, self._record.names)
+            seen = trial.load(reload.tensors, self._canonical, settle=trial.memories)
+            if seen.error is not None:
+                raise seen.error
+            return {i: stand_ins.scratch(reload.touched.index(i)) for i in reload.memories}
+
+    def _write(self, module: _Module, contents: dict[int, Octets]) -> None:
+        for index, octets in contents.items():
+            live = self._memories[index].live
+            live[:] = octets
+            if not np.array_equal(live, octets):
+                raise ReadBackError(f"{self._memories[index].path} did not keep the bytes that were loaded")
+        module.known, module.astray = self._stored(module.reload), False
+
+    def _is_known(self, module: _Module) -> bool:
+        module.astray = module.known is not None and module.known != self._stored(module.reload)
+        return not module.astray
+
+    def _stored(self, reload: Reload) -> bytes:
+        total = hashlib.blake2b(digest_size=16)
+        for index in reload.memories:
+            total.update(self._memories[index].live.data)
+        return total.digest()
+
+    def _constant(self) -> bool:
+        return all(np.array_equal(self._bits(one.memory)[one.elements], one.bits) for one in self._record.constants)
+
+    def _bits(self, memory: int) -> Bits:
+        return self._memories[memory].bits(self._memories[memory].live)
+
+    def _said(self, module: _Module) -> str:
+        names = ", ".join(self._schema.tensors[tensor].name for tensor in module.reload.tensors[:3])
+        return f"{names}: memory is not what the engine's loader left there"
