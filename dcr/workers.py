@@ -265,8 +265,10 @@ def hang_up(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def accept(listener: socket.socket, world: int, key: bytes, *, timeout_s: float = 60.0) -> list[Worker]:
-    """Wait for `world` workers to connect; in the order of their ranks.
+def accept(
+    listener: socket.socket, world: int, key: bytes, *, timeout_s: float = 60.0, answer_s: float = 600.0
+) -> list[Worker]:
+    """Wait for `world` workers to connect; in the order of their ranks. answer_s: how long each has for one answer.
 
     Raises:
         RankError: not all came within timeout_s, or two claim one rank, or one has another key or world.
@@ -288,7 +290,7 @@ def accept(listener: socket.socket, world: int, key: bytes, *, timeout_s: float 
                 raise RankError(f"expected {world} ranks, each once; found rank {hello.rank} of {hello.world}")
             connected[hello.rank] = connection
         failed.pop_all()
-    return [Worker(connected[rank], rank=rank) for rank in range(world)]
+    return [Worker(connected[rank], rank=rank, timeout_s=answer_s) for rank in range(world)]
 
 
 def serve(connection: socket.socket, loader: RankLoader[Any], *, key: bytes, rank: int, world: int) -> None:

@@ -264,6 +264,24 @@ async def test_an_engine_that_does_not_flush_does_not_go_on(run: Run) -> None:
             assert engine.paused
 
 
+async def test_an_engine_that_refuses_a_session_goes_on(run: Run) -> None:
+    engine = Engine(run.ranks)
+    async with run.publisher() as publisher, VllmLoader(engine, pause="wait") as loader:
+        await publish(publisher, 1)
+        async with run.subscriber(loader) as versions:
+            await publisher.joined(1)
+            version = await run.next(publisher, versions)
+
+            def refuse() -> None:
+                raise RuntimeError("a weight update is already active")
+
+            engine.workers[0].start_weight_update = refuse
+            with pytest.raises(RuntimeError, match="already active"):
+                async with loader.updating(version):
+                    await version.install()
+            assert engine.serves
+
+
 async def test_workers_on_other_hosts_connect_by_tcp(run: Run) -> None:
     engine = Engine(run.ranks)
     async with run.publisher() as publisher, VllmLoader(engine, pause="wait", host="127.0.0.1") as loader:
@@ -276,7 +294,7 @@ async def test_workers_that_do_not_connect_are_missed(run: Run) -> None:
     engine = Engine(run.ranks)
     engine.workers[1].rank.world = 3
     with pytest.raises(RankError, match="rank 1 of 3"):
-        async with VllmLoader(engine, pause="wait", timeout_s=5):
+        async with VllmLoader(engine, pause="wait"):
             pass
 
 

@@ -68,7 +68,7 @@ class VllmLoader:
             info = {"address": address, "key": key.hex(), "waive": self._waive}
             told = await self._all("init_weight_transfer_engine", init_info=info)
             self._workers = await anyio.to_thread.run_sync(
-                lambda: workers.accept(listener, len(told), key, timeout_s=self._timeout_s)
+                lambda: workers.accept(listener, len(told), key, answer_s=self._timeout_s)
             )
         self._ranks = Ranks(self._workers)
         return self
@@ -88,15 +88,13 @@ class VllmLoader:
         and its model refuses to run, until a version has been installed.
         """
         if not self._updating:
-            await self._pause()
-            await self._all("start_weight_update")
-            self._updating = True
+            await self._begin()
         try:
             yield
         except Poisoned:
             raise
         except BaseException:
-            with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(self._timeout_s, shield=True):
                 await self._resume(version)
             raise
         await self._resume(version)
@@ -157,6 +155,16 @@ class VllmLoader:
     async def _go_on(self) -> None:
         if self._pauses:
             await self._engine.resume_generation()
+
+    async def _begin(self) -> None:
+        await self._pause()
+        try:
+            await self._all("start_weight_update")
+        except BaseException:
+            with anyio.move_on_after(self._timeout_s, shield=True):
+                await self._go_on()
+            raise
+        self._updating = True
 
     async def _resume(self, version: Version) -> None:
         """End the update. What the old weights left in caches is flushed before the new number is shown."""
