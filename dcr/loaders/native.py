@@ -144,6 +144,7 @@ class NativeLoader:
     def _require_published(self, memories: Sequence[Memory], found: Record) -> None:
         """Every weight here is written by something that is published."""
         written = {home.memory for home in found.homes} | {m for reload in found.reloads for m in reload.memories}
+        written |= {held.memory for held in found.constants}  # a bias that only the first of several ranks adds
         for index, memory in enumerate(memories):
             for slot in memory.slots if index not in written else ():
                 if slot.saved and not self._waived(slot.path):
@@ -205,7 +206,8 @@ class _Binding:
 
 def _written(found: Record) -> set[int]:
     """The memories that an install, or a reload, writes."""
-    return {home.memory for home in found.homes} | {index for reload in found.reloads for index in reload.touched}
+    moved = {home.memory for home in found.homes} | {held.memory for held in found.constants}
+    return moved | {index for reload in found.reloads for index in reload.touched}
 
 
 def _shadow_places(tensor: int, spec: TensorSpec, storage: int, homes: Sequence[Place]) -> list[Place]:
