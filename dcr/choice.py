@@ -29,6 +29,7 @@ BY_CLASS = 0.72  # what the old bits leave of positions and values
 PLANES = 0.75  # what byte planes leave of dense weights
 ASIDE = 0.05
 LEARN = 0.3  # how far a measurement moves what is believed
+ENOUGH_ELEMS = 10_000  # given by a change, to count in full; below a tenth of it a measurement tells what calls cost
 ENOUGH_BYTES = 1 << 20  # sent, before the link's rate is believed
 
 
@@ -91,7 +92,7 @@ class Choice(NamedTuple):
 _MEASURED = {
     ("sparse", FAST.name): (2.1e-9, 1.2e-9),
     ("sparse", GAPS.name): (4.4e-9, 2.2e-9),
-    ("class", CLASSES.name): (2.0e-8, 3.0e-8),
+    ("class", CLASSES.name): (1.6e-8, 2.4e-8),
     ("dense", RAW.name): (0.3e-9, 0.3e-9),
     ("dense", GAPS.name): (1.9e-9, 0.9e-9),
 }
@@ -132,7 +133,7 @@ class Chooser:
         if len(names) > 1:
             others = ", ".join(name for name in names if name != found)
             known = "measured" if measured else "assumed"
-            why += f": costs less than {others} at {rate / 1e6:.2g} MB/s, {known}"
+            why += f": costs less than {others} at about {float(f'{rate / 1e6:.1g}'):g} MB/s, {known}"
         elif not dense and len(names) < len(self.level.sparse):
             why += ": without old bits at both ends"
         return Choice(_form(kind, found), found, why)
@@ -142,15 +143,15 @@ class Chooser:
         if given == 0:
             return
         expected = self._bytes(choice.form, choice.codec, given, numel, width)
-        cost = self.costs[choice.form, choice.codec]
-        cost.encode_s += LEARN * (encode_s / given - cost.encode_s)
-        cost.bytes_factor *= 1 + LEARN * (nbytes / (expected * cost.bytes_factor) - 1)
+        cost, weight = self.costs[choice.form, choice.codec], _weight(given)
+        cost.encode_s += weight * (encode_s / given - cost.encode_s)
+        cost.bytes_factor *= 1 + weight * (nbytes / (expected * cost.bytes_factor) - 1)
 
     def decoded(self, choice: Choice, given: int, decode_s: float) -> None:
         """A chunk was decoded."""
         if given:
             cost = self.costs[choice.form, choice.codec]
-            cost.decode_s += LEARN * (decode_s / given - cost.decode_s)
+            cost.decode_s += _weight(given) * (decode_s / given - cost.decode_s)
 
     def sent(self, nbytes: int, seconds: float) -> None:
         """The link took so many bytes in so many seconds."""
@@ -192,6 +193,10 @@ def merged(parts: Sequence[Sequence[Chosen]]) -> tuple[Chosen, ...]:
 def outgrows(changed: int, numel: int, width: int) -> bool:
     """Whether a change would hold more memory as positions and bits than its frame does."""
     return changed * (4 + width) >= numel * width
+
+
+def _weight(given: int) -> float:
+    return LEARN * min(1.0, given / ENOUGH_ELEMS) if given >= ENOUGH_ELEMS / 10 else 0.0
 
 
 def _form(kind: str, name: str) -> str:

@@ -112,6 +112,14 @@ def test_a_reader_that_is_slow_changes_the_choice() -> None:
     assert made.choose(N // 100, N, 2, dense=False, based=False).codec == GAPS.name
 
 
+def test_small_frames_do_not_tell_what_an_element_costs() -> None:
+    """Ten elements take as long as the call; stored ones would seem cheaper than they are for whole frames."""
+    made = chooser("balanced", 125e6)
+    for _ in range(20):
+        made.measured(Choice("sparse", GAPS.name, ""), 10, N, 2, nbytes=60, encode_s=50e-6)
+    assert made.choose(N // 100, N, 2, dense=False, based=False).codec == GAPS.name
+
+
 def test_nothing_and_everything_can_be_chosen_for() -> None:
     for level in LEVELS:
         made = chooser(level)
