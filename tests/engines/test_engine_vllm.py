@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 from models import FAMILIES, Trainer, make_checkpoint
 
 import dcr
-from dcr.errors import Poisoned, ReadBackError
+from dcr.errors import LocalError, Poisoned, ReadBackError
 from dcr.transports.local import LocalTransport
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -95,13 +95,16 @@ class Engine:
 
 
 @asynccontextmanager
-async def running(checkpoint: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
+async def running(
+    checkpoint: Path, ranks: int, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> AsyncIterator[Engine]:
+    settings = SETTINGS | settings
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if ranks == 1 else "1")
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     if ranks == 1:
-        one = Engine(LLM(model=str(checkpoint), **SETTINGS))
+        one = Engine(LLM(model=str(checkpoint), **settings))
         try:
             yield one
         finally:
@@ -113,7 +116,7 @@ async def running(checkpoint: Path, ranks: int, monkeypatch: pytest.MonkeyPatch)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = AsyncEngineArgs(model=str(checkpoint), tensor_parallel_size=ranks, **SETTINGS)
+    arguments = AsyncEngineArgs(model=str(checkpoint), tensor_parallel_size=ranks, **settings)
     one = Engine(AsyncLLM.from_engine_args(arguments))
     try:
         yield one
@@ -239,3 +242,23 @@ async def test_an_install_that_breaks_on_one_of_two_ranks_is_undone_and_one_that
             with pytest.raises(Exception):  # noqa: B017, PT011 - whichever way vLLM says that it is dead
                 with anyio.fail_after(60):
                     await engine.answer(PROMPTS[0], 1)
+
+
+@pytest.mark.matrix
+async def test_an_engine_that_repacked_its_weights_is_refused_by_name(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM on a CPU as it is, in processes that know nothing of this module's changes to it."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    checkpoint = make_checkpoint("llama", checkpoints / "llama")
+    trainer = Trainer(checkpoint)
+    url = f"local://{tmp_path / 'run'}"
+    async with (
+        running(checkpoint, 2, monkeypatch, worker_extension_cls="") as engine,
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
+        dcr.loader("vllm", engine.engine) as loader,
+    ):
+        await (await publisher.publish(1)).committed()
+        with pytest.raises(LocalError, match=r"self_attn\.q_proj\.weight|qkv_proj\.weight"):
+            async with dcr.subscriber(url, loader=loader, member="vllm", transport=FAST):
+                pass
