@@ -1,6 +1,6 @@
 """The corpus of tests/fuzz is what the encoders write today, and mutations of it are read or refused alike.
 
-`tests/fuzz/run.sh` does the same with sanitizers, without Python, and for as long as one likes.
+`tests/native/run.sh` does the same with sanitizers, without Python, and for as long as one likes.
 """
 
 from __future__ import annotations

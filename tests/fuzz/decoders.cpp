@@ -1,6 +1,6 @@
 // A bounded fuzz of the codec's decoders: mutated inputs, at every dispatch level, in buffers of exactly their size.
 //
-//     fuzz_decoders ROUNDS CORPUS_FILE...          see run.sh; built with -DDCR_SANITIZE=ON
+//     fuzz_decoders ROUNDS CORPUS_FILE...          see tests/native/run.sh
 //
 // An input is: decoder (1 byte: 0 positions_of, 1 values_of, 2 unpack, 3 merge), two 32-bit arguments, the stream. A decoder may
 // refuse an input; what it accepts must be sound. The same rounds always do the same, so a failure can be repeated.
