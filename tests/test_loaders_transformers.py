@@ -94,6 +94,7 @@ class TestTransformers(EngineTests):
     """The kit for engines; what it compares with is loaded by `from_pretrained`, from files."""
 
     refits = 3
+    frame_elems = 1500
 
     @pytest.fixture(autouse=True)
     def _model(self, name: str, checkpoints: Callable[[str], Path], tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ class _Recorder:
                     Kind.SKIP, f"the loader does not take it: {self._alone[tensor].error!r}"
                 )
             findings = self._probe(tensors, sorted(touched)) if tensors else []
-            doubts = self._doubts(tensors, findings, together)
+            doubts = self._doubts(findings, together)
             for memory in certify(self._trial, tensors, findings):
                 doubts.setdefault(memory, "random bits do not land where numbered elements did")
             return self._judge(tensors, findings, doubts, whole=whole)
@@ -195,7 +195,7 @@ class _Recorder:
         seen, taken = Seen(), []
         for name in self._trial.names[tensor]:
             self._trial.names[tensor] = (name,)
-            one = self._trial.load([tensor], self._random(1))
+            one = self._trial.load([tensor], self._random(1), look=False)
             if one.error is None:
                 taken.append(name)
             seen.add(one)
@@ -211,7 +211,8 @@ class _Recorder:
         for tensor in tensors:
             if tensor not in self._alone:
                 self._alone[tensor] = self._scout(tensor)
-        touched = set[int]().union(*(self._alone[tensor].written for tensor in unit))
+        before = self._trial.rebound()
+        touched = before.written.union(*(self._alone[tensor].written for tensor in unit))
         for _ in range(8):
             seen = self._trial.load(tensors, self._random(2), settle=touched)
             if seen.error is not None:
@@ -224,6 +225,7 @@ class _Recorder:
             found = touched | seen.written
             found |= self._trial.scratched(found)
             if found == touched:
+                seen.rebound += before.rebound
                 return tensors, touched, seen
             touched = found
         raise SchemaError(f"loading {self._specs[unit[0]].name} and its like writes to other memory each time")
@@ -261,7 +263,7 @@ class _Recorder:
 
     # ------------------------------------------------------------------ judging
 
-    def _doubts(self, tensors: Sequence[int], findings: Sequence[Finding], together: Seen) -> dict[int, str]:
+    def _doubts(self, findings: Sequence[Finding], together: Seen) -> dict[int, str]:
         """Memories that cannot be updated element by element, and why."""
         doubts: dict[int, str] = {}
         for finding in findings:
@@ -271,7 +273,7 @@ class _Recorder:
                 )
             elif finding.tangled:
                 doubts[finding.memory] = f"{self._path(finding.memory)}: {finding.tangled}"
-        rebound = {*together.rebound, *(path for tensor in tensors for path in self._alone[tensor].rebound)}
+        rebound = set(together.rebound)
         for finding in findings:
             for slot in self._trial.stand_ins.memories[finding.memory].slots:
                 if slot.path in rebound:

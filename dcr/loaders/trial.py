@@ -55,10 +55,13 @@ class Trial:
     def memories(self) -> range:
         return range(len(self.stand_ins.memories))
 
-    def load(self, tensors: Collection[int], make: Make, *, settle: Collection[int] | None = None) -> Seen:
+    def load(
+        self, tensors: Collection[int], make: Make, *, settle: Collection[int] | None = None, look: bool = True
+    ) -> Seen:
         """Load some tensors in one call of the loader; with `settle`, then run the post-load steps.
 
-        settle: memories that count as written besides those seen to be.
+        settle: memories that count as written besides those seen to be. look: False to leave it to `rebound` to look
+        for tensors that were replaced, which takes a while where there are many.
 
         Raises:
             SchemaError: a tensor of the model was replaced by one of another shape or dtype.
@@ -71,8 +74,8 @@ class Trial:
                 self._engine.load(pairs)
         except Exception as error:  # an engine's loader may raise anything
             seen.error = error
-        rebound = self._bring_home()
-        seen.rebound = [] if self._engine.replaces else [one.slot.path for one in rebound]
+        rebound = self._bring_home() if look else ()
+        seen.rebound = self._paths(rebound)
         seen.written = watch.written | self._memories_of(rebound)
         if settle is not None and seen.error is None:
             with torch.no_grad(), watch:
@@ -80,6 +83,11 @@ class Trial:
             seen.written |= watch.written | self._memories_of(self._bring_home())
         seen.values_read = watch.values_read
         return seen
+
+    def rebound(self) -> Seen:
+        """What loads did that were not looked at; raises as `load`."""
+        rebound = self._bring_home()
+        return Seen(self._memories_of(rebound), self._paths(rebound))
 
     def fill(self, memories: Iterable[int], seed: int) -> None:
         """Give stand-ins the contents that `prefill` defines."""
@@ -108,6 +116,9 @@ class Trial:
                     f"{tuple(one.slot.tensor.shape)}: an update in place is not possible"
                 )
         return rebound
+
+    def _paths(self, rebound: Sequence[Rebound]) -> list[str]:
+        return [] if self._engine.replaces else [one.slot.path for one in rebound]
 
     def _memories_of(self, rebound: Iterable[Rebound]) -> set[int]:
         return {self.stand_ins.memory_of(one.slot) for one in rebound}
