@@ -103,3 +103,7 @@ def test_tensors_of_one_rank_only_are_in_every_ranks_schema(odd: Any) -> None:
             f"layers_{rank}.weight",
             f"layers_{rank}.bias",
         }
+
+
+def test_an_exporter_that_works_on_dtensors_is_direct(odd: Any) -> None:
+    assert all(rank["exported"] == {"differ": [], "residual": []} for rank in odd)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from dcr import coverage
 from dcr.boxes import Box, Dim
@@ -27,7 +28,7 @@ from dcr.sources.certificate import Found, Maps, certified
 from dcr.sources.mapped import MappedSource, Piece, covered, demoted, shared, stored, united
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
-from dcr.sources.standins import Export, StandIns, base_of
+from dcr.sources.standins import Dress, Export, StandIns, base_of
 from dcr.sources.tensors import Tied, named, tied
 from dcr.views import Bits
 
@@ -58,19 +59,19 @@ def source(
 ) -> MappedSource:
     """The source that an exporter defines. Collective over the process group's ranks.
 
-    weights: this rank's tensors, as a module or by name. export: may be called on any one group; it may use
-    collectives, and then has to yield a canonical tensor on every rank that holds a part of it. groups: names of
-    tensors that are exported together, alike on all ranks (a rank may lack some of them); None for an exporter that
-    takes each tensor by itself and without collectives. maps: declared maps, taken instead of what digits would show,
-    and certified alike. masters: spans of higher precision that some ranks hold of some of the tensors; they are
-    published, rounded, in these tensors' place.
+    weights: this rank's tensors, as a module or by name; where they are DTensors an exporter is given DTensors.
+    export: may be called on any one group; it may use collectives, and then has to yield a canonical tensor on every
+    rank that holds a part of it. groups: names of tensors that are exported together, alike on all ranks (a rank may
+    lack some of them); None for an exporter that takes each tensor by itself and without collectives. maps: declared
+    maps, taken instead of what digits would show, and certified alike. masters: spans of higher precision that some
+    ranks hold of some of the tensors; they are published, rounded, in these tensors' place.
 
     Raises:
         SchemaError: the exporter fails on a group, exports a name twice, or ranks disagree.
     """
     peers = Peers(group)
     local = _tensors(weights)
-    parts = list(_stand_ins(_grouped(local, groups), export, peers))
+    parts = list(_stand_ins(_grouped(local, groups), export, _dress(weights), peers))
     found = _by_name(one for part in parts for one in certified(part, maps))
     schema = united([one.spec for one in found.values()], peers)
     _require_known(maps or (), schema)
@@ -117,10 +118,34 @@ def _lent(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Itera
             tensor.data = homes[name]
 
 
-def _tensors(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[Tied]:
+def _named(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, bool]]:
     if isinstance(weights, torch.nn.Module):
-        return tied(named(weights))
-    return tied((name, tensor.detach(), True) for name, tensor in weights.items())
+        yield from named(weights)
+    else:
+        yield from ((name, tensor, True) for name, tensor in weights.items())
+
+
+def _tensors(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[Tied]:
+    """This rank's tensors as they lie now; of a DTensor, its part."""
+    with torch.no_grad():
+        return tied(
+            (name, tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach(), is_parameter)
+            for name, tensor, is_parameter in _named(weights)
+        )
+
+
+def _dress(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> Dress:
+    """What makes a DTensor of a part that stands in for one."""
+    meshed = {name: tensor for name, tensor, _ in _named(weights) if isinstance(tensor, DTensor)}
+
+    def dress(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in meshed:
+            return tensor
+        mesh, placements = meshed[name].device_mesh, meshed[name].placements
+        shape, stride = meshed[name].shape, meshed[name].stride()
+        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return dress
 
 
 def _grouped(local: Sequence[Tied], groups: Sequence[Sequence[str]] | None) -> Iterator[list[Tied]]:
@@ -141,7 +166,7 @@ def _grouped(local: Sequence[Tied], groups: Sequence[Sequence[str]] | None) -> I
     yield some
 
 
-def _stand_ins(groups: Iterable[list[Tied]], export: Export, peers: Peers) -> Iterator[StandIns]:
+def _stand_ins(groups: Iterable[list[Tied]], export: Export, dress: Dress, peers: Peers) -> Iterator[StandIns]:
     """The groups with their elements numbered over all ranks. Collective."""
     mine = list(groups)
     sizes = [(sum(one.tensor.numel() for one in some), base_of(some)) for some in mine]
@@ -152,7 +177,7 @@ def _stand_ins(groups: Iterable[list[Tied]], export: Export, peers: Peers) -> It
     for number, some in enumerate(mine):
         totals = [other[number][0] for other in every]
         base = min(other[number][1] for other in every)
-        yield StandIns(number, some, export, sum(totals[: peers.rank]), sum(totals), base)
+        yield StandIns(number, some, export, sum(totals[: peers.rank]), sum(totals), base, dress)
 
 
 def _by_name(found: Iterable[Found]) -> dict[str, Found]:

@@ -22,6 +22,9 @@ from dcr.views import Bits
 # Some of this rank's tensors by name in, canonical names and tensors out.
 Export = Callable[[Mapping[str, torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
 
+# What an exporter expects of a tensor of some name that holds this rank's part.
+Dress = Callable[[str, torch.Tensor], torch.Tensor]
+
 # How far a dtype counts exactly, where that is less far than bfloat16.
 EXACT = {"bool": 2, "int8": 128, "float8_e4m3fn": 16, "float8_e5m2": 8}
 BASE = 256
@@ -37,7 +40,8 @@ class StandIns:
     """One group on one rank.
 
     tensors: this rank's part of the group; element 0 of tensors[i] has the number first + starts[i] in the group, of
-    which all ranks together have `total` elements. base: the digits' base, alike on all ranks.
+    which all ranks together have `total` elements. base: the digits' base, alike on all ranks. dress: makes of a
+    tensor, by its first name, what the exporter expects (a DTensor).
     """
 
     number: int
@@ -46,6 +50,7 @@ class StandIns:
     first: int
     total: int
     base: int
+    dress: Dress = lambda _, tensor: tensor
     starts: Sequence[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +118,8 @@ class StandIns:
             yield name, whole
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor for one, tensor in zip(self.tensors, tensors, strict=True) for name in one.names}
+        dressed = [self.dress(one.name, tensor) for one, tensor in zip(self.tensors, tensors, strict=True)]
+        return {name: tensor for one, tensor in zip(self.tensors, dressed, strict=True) for name in one.names}
 
 
 @dataclass(slots=True)
