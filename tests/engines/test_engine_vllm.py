@@ -98,7 +98,7 @@ class Engine:
 async def running(
     checkpoint: Path, ranks: int, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> AsyncIterator[Engine]:
-    settings = SETTINGS | settings
+    settings = SETTINGS | {"tensor_parallel_size": ranks} | settings
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if ranks == 1 else "1")
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -116,7 +116,7 @@ async def running(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = AsyncEngineArgs(model=str(checkpoint), tensor_parallel_size=ranks, **settings)
+    arguments = AsyncEngineArgs(model=str(checkpoint), **settings)
     one = Engine(AsyncLLM.from_engine_args(arguments))
     try:
         yield one
@@ -163,7 +163,7 @@ async def follow(checkpoint: Path, ranks: int, folder: Path, monkeypatch: pytest
     """An engine follows some refits, and is compared byte by byte, and token by token, after each of them."""
     trainer = Trainer(checkpoint)
     url = f"local://{folder / 'run'}"
-    async with running(checkpoint, ranks, monkeypatch) as engine:
+    async with running(checkpoint, ranks, monkeypatch, **settings) as engine:
         said: list[list[list[int]]] = []
         pointers = await engine.ask("pointers")
         async with (
@@ -190,7 +190,7 @@ async def follow(checkpoint: Path, ranks: int, folder: Path, monkeypatch: pytest
                     said.append(await engine.tokens())
         digests = await engine.ask("digests")
     assert len({str(one) for one in said}) > 1, "refits changed what it generates"
-    async with running(saved, ranks, monkeypatch) as fresh:
+    async with running(saved, ranks, monkeypatch, **settings) as fresh:
         assert await fresh.tokens() == said[-1]
         assert await fresh.ask("digests") == digests
 
