@@ -159,7 +159,20 @@ async def test_real_weights_follow_too(
     await follow(real_weights, ranks, tmp_path, monkeypatch, share=0.004)
 
 
-async def follow(checkpoint: Path, ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch, *, share: float) -> None:
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "spread", [{"enable_expert_parallel": True}, {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}], ids=str
+)
+async def test_experts_and_layers_may_be_spread_over_ranks(
+    spread: dict[str, Any], checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint("qwen3_moe", checkpoints / "qwen3_moe")
+    await follow(checkpoint, 2, tmp_path, monkeypatch, share=0.02, **spread)
+
+
+async def follow(
+    checkpoint: Path, ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch, *, share: float, **settings: Any
+) -> None:
     """An engine follows some refits, and is compared byte by byte, and token by token, after each of them."""
     trainer = Trainer(checkpoint)
     url = f"local://{folder / 'run'}"
