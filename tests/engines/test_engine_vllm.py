@@ -156,7 +156,8 @@ async def test_every_byte_is_what_the_engines_own_loader_makes_of_the_checkpoint
 async def test_real_weights_follow_too(
     ranks: int, real_weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await follow(real_weights, ranks, tmp_path, monkeypatch, share=0.004)
+    stages = {"tensor_parallel_size": 1, "pipeline_parallel_size": ranks}  # it has nine heads
+    await follow(real_weights, ranks, tmp_path, monkeypatch, share=0.004, **stages)
 
 
 @pytest.mark.matrix
