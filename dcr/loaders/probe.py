@@ -10,7 +10,7 @@ complement of the first digit. No constant satisfies both, so a constant is neve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -39,24 +39,25 @@ EXPONENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """The elements of some tensors, numbered one after another. dtypes: further ones that must hold the digits."""
+    """The elements of some tensors, numbered one after another.
+
+    dtypes: further ones that must hold the digits. firsts: each tensor's first number, and the count of all. shift:
+    bits of a digit.
+    """
 
     specs: tuple[TensorSpec, ...]
     dtypes: frozenset[str] = frozenset()
+    firsts: list[int] = field(init=False)
+    shift: int = field(init=False)
 
-    @property
-    def firsts(self) -> list[int]:
-        return [0, *accumulate(spec.numel for spec in self.specs)]
+    def __post_init__(self) -> None:
+        bases = (BASES.get(dtype, BASE) for dtype in {*self.dtypes, *(spec.dtype for spec in self.specs)})
+        object.__setattr__(self, "firsts", [0, *accumulate(spec.numel for spec in self.specs)])
+        object.__setattr__(self, "shift", min(bases).bit_length() - 1)
 
     @property
     def numel(self) -> int:
-        return sum(spec.numel for spec in self.specs)
-
-    @property
-    def shift(self) -> int:
-        """Bits of a digit."""
-        bases = (BASES.get(dtype, BASE) for dtype in {*self.dtypes, *(spec.dtype for spec in self.specs)})
-        return min(bases).bit_length() - 1
+        return self.firsts[-1]
 
     @property
     def digits(self) -> int:
