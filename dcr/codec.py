@@ -265,16 +265,21 @@ def _smallest(raw: Octets, *, structured: bool = False) -> bytes:
 def _may_match(raw: Octets, coded: int, structured: bool) -> bool:
     """Whether zstd may do better than `coded` bytes.
 
-    It may where no code saves anything, where codes are so short (1.5 bits) that some byte may come in long runs, and
-    where the stream may be structured. There a sixteenth of it in the middle tells.
+    It may where no code saves anything, where some byte comes in long runs (codes are as short as 1.5 bits, and a sample
+    is nearly all one byte), and where the stream may be structured. There a sixteenth of it in the middle tells.
     """
-    if coded < raw.nbytes and 16 * coded >= 3 * raw.nbytes and not structured:
+    runs = 16 * coded < 3 * raw.nbytes and bool(
+        np.bincount(_middle(raw, SAMPLED // 4)).max() * 10 > 9 * min(raw.nbytes, SAMPLED // 4)
+    )
+    if coded < raw.nbytes and not runs and not structured:
         return False
     size = max(raw.nbytes // 16, SAMPLED)
-    if size >= raw.nbytes:
-        return True
-    start = (raw.nbytes - size) // 2
-    return len(_zstd(raw[start : start + size])) * raw.nbytes < coded * size
+    return size >= raw.nbytes or len(_zstd(_middle(raw, size))) * raw.nbytes < coded * size
+
+
+def _middle(raw: Octets, size: int) -> Octets:
+    start = max(0, raw.nbytes - size) // 2
+    return raw[start : start + size]
 
 
 def _zstd(raw: Octets) -> bytes:
