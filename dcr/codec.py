@@ -265,9 +265,12 @@ def _smallest(raw: Octets, *, structured: bool = False) -> bytes:
 def _may_match(raw: Octets, coded: int, structured: bool) -> bool:
     """Whether zstd may do better than `coded` bytes.
 
-    It may where no code saves anything, where some byte comes in long runs (codes are as short as 1.5 bits, and a sample
-    is nearly all one byte), and where the stream may be structured. There a sixteenth of it in the middle tells.
+    It may where no code saves anything, where some byte comes in long runs (codes are as short as 1.5 bits, a sample is
+    nearly all one byte), and where the stream may be structured. There a sixteenth of it in the middle tells. Nothing
+    is tried where there is little to save.
     """
+    if raw.nbytes < 8 * SHORT:
+        return False
     runs = 16 * coded < 3 * raw.nbytes and bool(
         np.bincount(_middle(raw, SAMPLED // 4)).max() * 10 > 9 * min(raw.nbytes, SAMPLED // 4)
     )
