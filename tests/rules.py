@@ -230,10 +230,9 @@ def captured_bits_are_sent_again(ship_again: Any) -> Any:
 @becomes(Placement, "install")
 def what_is_written_is_absolute(install: Any) -> Any:
     def relative(self: Placement, ready: Any) -> None:
-        homes, writes = self._homes[ready.frame], []
+        strips, writes = self._frames[ready.frame].strips, []
         for write in ready.writes:
-            table = homes.copies[write.home - 1].table if write.home else homes.main
-            bits = kernels.gather(table, write.positions) ^ write.old ^ write.bits
+            bits = kernels.gather(strips[write.home].table, write.positions) ^ write.old ^ write.bits
             writes.append(dataclasses.replace(write, bits=bits))
         install(self, dataclasses.replace(ready, writes=tuple(writes)))
 
@@ -308,15 +307,7 @@ def copies_are_compared_before_a_write(prepare: Any) -> Any:
     return lambda *args: dataclasses.replace(prepare(*args), copies_agree=True)
 
 
-@becomes(Placement, "digest")
-def copies_are_compared_in_a_scan(scan: Any) -> Any:
-    def main_only(self: Placement) -> Any:
-        lanes = digest.zero(len(self._layout.schema.tensors))
-        for frame, homes in zip(self._layout.frames, self._homes, strict=True):
-            lanes[list(frame.tensors)] += kernels.digest(homes.main, frame.keys)
-        return lanes
-
-    return main_only
+copies_are_compared_in_a_scan = removed(placement, "_astray")
 
 
 @becomes(Ranks, "undo")

@@ -579,7 +579,7 @@ class Moving:
 
     def __init__(self, module: Weights) -> None:
         self._module, self._loader = module, dcr.loader("module", module)
-        for name in ("epoch", "prepare", "digest", "undo", "install"):
+        for name in ("epoch", "prepare", "settle", "digest", "undo", "install"):
             setattr(self, name, getattr(self._loader, name))
 
     def bind(self, layout: Any) -> None:

@@ -203,6 +203,9 @@ class Watched:
         self._engine.seen.writes += 1
         self._loader.undo(ready)
 
+    def settle(self) -> None:
+        self._loader.settle()
+
     def digest(self) -> Lanes:
         self._engine.seen.rubbish[:] = self._engine.seen.overlooked[:] = False
         return self._loader.digest()
@@ -479,8 +482,8 @@ class World:
             self.history.check(self.seen)
             if self._rounds > MAX_ROUNDS:
                 self.history.fail(f"still busy after {MAX_ROUNDS} rounds")
-            if self.history.problem is not None:
-                self.group.cancel_scope.cancel()
+        if self.history.problem is not None:
+            self.group.cancel_scope.cancel()
 
     def observe(self, who: str, event: dcr.Event) -> None:
         if event.name != "worked":
