@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -71,4 +72,36 @@ def cases() -> dict[str, Any]:
         "read": {source.schema.tensors[shard.tensor].name: shard.box.here_bounds[1] + 1 for shard in source.shards},
         "replicated": sum(shard.box.numel for shard in replicas.shards),
         "refused": refused,
+    }
+
+
+def deepspeed_trained() -> dict[str, Any]:
+    """DeepSpeed's own ZeRO-3, a few steps; the oracle is its own gather of each parameter."""
+    import deepspeed
+
+    # Its compiled collective for ranks of one host would take minutes to build; gloo does.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 10), nn.ReLU(), nn.Linear(10, 3))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 8},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": True},
+    }
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+    source = zero.source(net)
+    before = assembled(source)
+    for _ in range(3):
+        engine.backward(engine(torch.randn(2, 7).bfloat16()).float().square().mean())
+        engine.step()
+    found = assembled(source)
+    with deepspeed.zero.GatheredParameters(list(net.parameters())):
+        expected = {name: bits_of(parameter).tolist() for name, parameter in net.named_parameters()}
+    return {
+        "exact": {name: bits.tolist() for name, bits in found.items()} == expected,
+        "changed": [name for name in found if not np.array_equal(found[name], before[name])],
+        "local": [parameter.numel() for parameter in net.parameters()],
     }

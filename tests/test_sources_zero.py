@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
@@ -50,3 +51,13 @@ def test_partitions_that_do_not_make_up_the_parameter_are_refused(four: Any) -> 
 def test_a_partition_is_one_interval(index: int, held: tuple[int, int] | None) -> None:
     box = Partition(partitioned.torch.zeros(18), (7, 10), index).box()
     assert (box.there0, box.there0 + box.numel) == (held or (0, 0))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeeds_own_partitions_are_what_it_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}.items():
+        monkeypatch.setenv(name, value)
+    for facts in run(2, partitioned.deepspeed_trained):
+        assert facts["exact"]
+        assert facts["changed"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        assert facts["local"][0] == 0
