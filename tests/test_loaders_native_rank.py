@@ -96,3 +96,10 @@ def test_a_bias_that_only_the_first_rank_adds_is_zero_elsewhere() -> None:
     ranks.settle()
     assert [engine.module.weight.tolist() for engine in engines] == [values[:6].tolist()] * 2
     assert [engine.module.bias.tolist() for engine in engines] == [values[6:].tolist(), [0.0] * 4]
+
+
+def test_binding_itself_changes_no_epoch(engine: Toy) -> None:
+    loader = NativeLoader(engine)
+    before = loader.epoch()
+    loader.bind(LAYOUT)
+    assert loader.epoch() == before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -42,7 +42,7 @@ class NativeLoader:
         self._partial = partial
         self._recorded: tuple[bytes, bytes, Record] | None = None
         self._binding: _Binding | None = None
-        self._watched: set[str] | None = None
+        self._derived: dict[str, object] = {}
         self._undone = False
 
     @property
@@ -66,7 +66,8 @@ class NativeLoader:
 
     def bind(self, layout: Layout) -> None:
         """See `dcr.seams.Loader.bind`. The engine's loader is tried out on stand-ins, unless that is known already."""
-        epoch = self._epoch_of(None)
+        slots = slots_of(self._engine.module)
+        epoch = _digest(self._engine.fingerprint(), [(slot.path, _home(slot.tensor)) for slot in slots])
         known = self._recorded is not None and self._recorded[:2] == (epoch, layout.schema.digest)
         waived = {tensor for tensor, spec in enumerate(layout.schema.tensors) if self._waived(spec.name)}
         found = self.record if known else record(self._engine, layout.schema, waived=waived)
@@ -75,16 +76,19 @@ class NativeLoader:
         self._require_published(memories, found)
         self._binding = _Binding(self._engine, layout, memories, found, self._partial)
         self._recorded = (epoch, layout.schema.digest, found)
-        self._watched = {slot.path for index in _written(found) for slot in memories[index].slots}
+        written = [slot for index in _written(found) for slot in memories[index].slots]
+        self._derived = {slot.path: _home(slot.tensor) for slot in written if not slot.saved}
 
     def epoch(self) -> bytes:
-        """See `dcr.seams.Loader.epoch`. Tensors that no load writes may move: engines replace buffers as they run."""
-        return self._epoch_of(self._watched)
+        """See `dcr.seams.Loader.epoch`: parameters, persistent buffers, and what else a load writes.
 
-    def _epoch_of(self, paths: Set[str] | None) -> bytes:
-        slots = [slot for slot in slots_of(self._engine.module) if paths is None or slot.path in paths]
-        homes = [(slot.path, _home(slot.tensor)) for slot in slots]
-        return hashlib.blake2b(repr((self._engine.fingerprint(), homes)).encode(), digest_size=16).digest()
+        Other tensors may move: engines replace buffers of their own as they run.
+        """
+        slots = slots_of(self._engine.module)
+        saved = [(slot.path, _home(slot.tensor)) for slot in slots if slot.saved]
+        now = {slot.path: _home(slot.tensor) for slot in slots}
+        moved = [path for path, home in self._derived.items() if now.get(path) != home]
+        return _digest(self._engine.fingerprint(), saved, moved)
 
     def prepare(self, frame: int, change: Change) -> Ready:
         """See `dcr.seams.Loader.prepare`.
@@ -215,6 +219,10 @@ def _shadow_places(tensor: int, spec: TensorSpec, storage: int, homes: Sequence[
     runs = wanted(homes).get(tensor)
     spans = [(0, spec.numel)] if runs is None else [(start, count) for start, count in runs.tolist()]
     return [Place(tensor, storage, Box(start, start, (Dim(count, 1, 1),))) for start, count in spans]
+
+
+def _digest(*facts: object) -> bytes:
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
 
 
 def _home(tensor: torch.Tensor) -> tuple[object, ...]:
