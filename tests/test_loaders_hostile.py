@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+import torch
 
 from dcr.errors import SchemaError
-from dcr.loaders.engine import Engine
-from dcr.loaders.record import Kind
+from dcr.loaders import standin
+from dcr.loaders.engine import Engine, Pairs
+from dcr.loaders.record import Kind, record
 from dcr.schema import Schema, TensorSpec
 from dcr.testing.engines import EngineTests, World
-from dcr.testing.hostile import CASES, Case
+from dcr.testing.hostile import CASES, Case, Model, ToyEngine
 
 TAKEN = [name for name, case in CASES.items() if not case.refused]
 REFUSED = [name for name, case in CASES.items() if case.refused]
@@ -56,3 +58,37 @@ def test_what_cannot_be_updated_is_refused_by_name_and_untouched(name: str) -> N
     with pytest.raises(SchemaError, match=case.refused):
         world.bind()
     assert (world.memory() == before, world.pointers() == pointers) == (True, True)
+
+
+LARGE = [name for name in TAKEN if name != "expert fan-out"]  # its loader reads a table, which only small memory keeps
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_memory_that_begins_as_empty_pages_makes_no_difference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-ins of large tensors are no copies."""
+    case = CASES[name]
+    found = []
+    for small_bytes in (standin.SMALL_BYTES, 0):
+        monkeypatch.setattr(standin, "SMALL_BYTES", small_bytes)
+        engine = case.make()
+        found.append(record(engine, schema_of(case)))
+    assert [(one.verdicts, one.homes, one.reloads, one.names) for one in found[:1]] == [
+        (one.verdicts, one.homes, one.reloads, one.names) for one in found[1:]
+    ]
+
+
+def test_a_record_takes_a_unit_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of other units are not there while one is recorded: memory is bounded by the largest layer."""
+    monkeypatch.setattr(standin, "SMALL_BYTES", 0)
+    shapes = {f"layers.{layer}.w": (8, 8) for layer in range(6)}
+    layers = torch.nn.ModuleList([Model(w=(8, 8)) for _ in range(6)])
+    most: list[int] = []
+
+    def load(model: torch.nn.Module, pairs: Pairs) -> None:
+        for name, tensor in pairs:
+            model.get_parameter(name).data.copy_(tensor)
+        most.append(sum(bool(weight.data.view(torch.int16).any()) for weight in model.parameters()))
+
+    engine = ToyEngine(Model(layers=layers), load)
+    record(engine, Schema(tuple(TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items())))
+    assert set(most) == {1}
