@@ -254,3 +254,14 @@ def test_a_checkpoint_of_another_dtype_is_cast_as_the_engine_does(dtype: str) ->
 def test_a_published_shape_that_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(SchemaError, match="w is published and goes nowhere here"):
         NativeLoader(CASES["transposed"].make()).bind(Layout(Schema((TensorSpec("w", "bfloat16", (5, 6)),)), ()))
+
+
+def test_the_engine_of_the_documentation_is_one(tmp_path: Path) -> None:
+    """The block of docs/engines.md, as it stands, and a refit through what it makes."""
+    text = (Path(__file__).parent.parent / "docs" / "engines.md").read_text()
+    block = "#" + text.split("# an engine of one's own", 1)[1].split("```", 1)[0]
+    found: dict[str, Any] = {}
+    exec(compile(block, "docs/engines.md", "exec"), found)
+    specs = tuple(TensorSpec(name, "bfloat16", (8, 8)) for name in "qkv")
+    found["loader"].bind(Layout(Schema(specs), ()))
+    assert [verdict.kind.value for verdict in found["loader"].record.verdicts] == ["bits"] * 3
