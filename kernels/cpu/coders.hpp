@@ -66,9 +66,9 @@ extern const Coders AVX2_CODERS, AVX512_CODERS;
 #endif
 
 DCR_INLINE bool ascend_body(const uint32_t* positions, size_t K) {
-    bool disorder = false;
-    for (size_t i = 1; i < K; ++i) disorder |= positions[i] <= positions[i - 1];
-    return !disorder;
+    uint32_t disorder = 0;  // of the width of what is compared: gcc vectorises nothing else
+    for (size_t i = 1; i < K; ++i) disorder |= uint32_t(positions[i] > positions[i - 1] ? 0 : 1);
+    return disorder == 0;
 }
 
 // Appends one gap: eight escapes are stored whether they are needed or not, since how many are is hard to predict.
@@ -190,12 +190,14 @@ DCR_INLINE void read_bits_body(const uint8_t* packed, const uint16_t* table, uin
     uint64_t at0 = at[0], at1 = at[1], at2 = at[2], at3 = at[3];
     const auto four = [&](uint64_t& here, uint8_t* to) __attribute__((always_inline)) {
         uint64_t word = little_word(packed + here / 8) >> (here & 7);  // 57 bits at least, 48 are needed
+        unsigned passed = 0;
         for (size_t j = 0; j < 4; ++j) {
             const unsigned entry = table[word & MASK];
             to[LANES * j] = uint8_t(entry >> 8);
             word >>= entry & 63;
-            here += entry & 63;
+            passed += entry;
         }
+        here += passed & 0xFF;  // four lengths do not reach the bytes above them
     };
     size_t i = 0;
     for (; i + STEP <= n; i += STEP) {
