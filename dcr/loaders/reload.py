@@ -27,8 +27,8 @@ class _Module:
     """A reload at work.
 
     dirty: a tensor of it was written since it was last loaded; undone: and has its old bits again. known: a digest of
-    what the last load left, None before the first. astray: it was seen to be something else. before: its memories, and
-    `known`, before the version that is being installed.
+    what the last load left, None before the first. astray: it was seen to be something else. checked: it was looked
+    at for the version that is being prepared. before: its memories, and `known`, before that version.
     """
 
     reload: Reload
@@ -36,6 +36,7 @@ class _Module:
     undone: bool = False
     known: bytes | None = None
     astray: bool = False
+    checked: bool = False
     before: tuple[dict[int, Octets], bytes | None] | None = None
 
 
@@ -72,8 +73,9 @@ class Reloads:
             BaseMismatch: somebody else has written to one. Once it is said, what comes next may heal it.
         """
         for module in self._of(tensors):
-            if not module.dirty and not module.astray and not self._is_known(module):
+            if not module.checked and not module.astray and not self._is_known(module):
                 raise BaseMismatch(self._said(module))
+            module.checked = True
 
     def wrote(self, tensors: Set[int], *, undone: bool) -> None:
         """Canonical bits of some tensors are new, or old again."""
@@ -96,7 +98,7 @@ class Reloads:
                 if module.before is None:
                     module.before = {i: self._memories[i].live.copy() for i in contents}, module.known
                 self._write(module, contents)
-            module.dirty = module.undone = False
+            module.dirty = module.undone = module.checked = False
 
     def set_constants(self) -> None:
         """Constants beside the weights are what a load leaves there: once, and if they were changed."""
