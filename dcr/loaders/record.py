@@ -10,12 +10,10 @@ about eight times its size, while it is recorded.
 
 from __future__ import annotations
 
-import enum
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,73 +24,17 @@ from dcr.errors import LayoutError, SchemaError
 from dcr.fit import HOLE, fit
 from dcr.loaders.certify import Cast, Finding, Home, cast_of, certify
 from dcr.loaders.engine import Engine, Memory, Octets, slots_of
+from dcr.loaders.kinds import Constants, Kind, Record, Reload, Verdict
 from dcr.loaders.probe import Numbering, blank, random_tensor
 from dcr.loaders.standin import StandIns
 from dcr.loaders.trial import Seen, Trial
 from dcr.schema import Schema
-from dcr.views import Bits
+
+__all__ = ["Constants", "Kind", "Record", "Reload", "Verdict", "record", "units_of"]
 
 # A map of more boxes than this is a table, and has to hold so many elements a box.
 TABLE_BOXES = 64
 TABLE_ELEMS = 16
-
-
-class Kind(enum.Enum):
-    """What a canonical tensor is to an engine rank.
-
-    SKIP: its loader puts no element anywhere. BITS: elements are moved as they are. CAST: to another dtype. TABLE:
-    moved, and scattered over many boxes. LAYER: the loader has to run, for its module. MODEL: for the whole model.
-    """
-
-    SKIP = "skip"
-    BITS = "bits"
-    CAST = "cast"
-    TABLE = "table"
-    LAYER = "layer"
-    MODEL = "model"
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """One canonical tensor's kind, and why it has no better one."""
-
-    kind: Kind
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Reload:
-    """Tensors whose loader has to run when one of them changes.
-
-    memories: those that it makes. touched: those that are written meanwhile, these among them.
-    """
-
-    tensors: tuple[int, ...]
-    memories: tuple[int, ...]
-    touched: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Constants:
-    """Elements of a memory that every load sets to the same bits: padding, mostly."""
-
-    memory: int
-    elements: NDArray[np.int64]
-    bits: Bits
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Record:
-    """What is known of an engine rank for one schema; memories are numbered as in its stand-ins.
-
-    verdicts, names: of each tensor of the schema; names are those under which its loader takes it.
-    """
-
-    verdicts: tuple[Verdict, ...]
-    homes: tuple[Home, ...]
-    constants: tuple[Constants, ...]
-    reloads: tuple[Reload, ...]
-    names: tuple[tuple[str, ...], ...]
 
 
 def record(engine: Engine, schema: Schema, *, waived: Collection[int] = ()) -> Record:
