@@ -13,8 +13,10 @@ from refits import Rollout, require_equal
 from rows import Model, Rows, Trainer, trainer
 
 import dcr
+from dcr import meeting
 from dcr.boxes import Box
 from dcr.errors import (
+    DcrError,
     DigestMismatch,
     LayoutError,
     NotCommittedError,
@@ -267,6 +269,55 @@ async def test_a_rank_that_is_closed_in_flight_says_so(step_s: float) -> None:
     assert isinstance(ends[1], KeyError)
     assert isinstance(ends[0], RanksLost)
     assert "rank 1" in str(ends[0])
+
+
+async def _cut_short(model: Model, transport: Any, doomed: int, number: int) -> tuple[bool, set[str]]:
+    """Two versions of two ranks, one cancelled at its number-th meeting: whether it was, and how the ranks end."""
+    group, cancelled, ends = MemoryGroup(2, timeout_s=0.2), list[int](), set[str]()
+
+    async def live(rank: int) -> None:
+        def before(at: int) -> None:
+            if rank == doomed and at == number:
+                cancelled.append(at)
+                scope.cancel()
+
+        options: dict[str, Any] = {"source": Rows(model, rank, 2), "group": group.rank(rank, before=before)}
+        with anyio.CancelScope() as scope:
+            try:
+                async with dcr.publisher(URL, transport=transport, **options) as publisher:
+                    for version in (1, 2):
+                        await (await publisher.publish(version)).committed()
+                ends.add("published")
+            except DcrError as error:
+                ends.add(type(error).__name__)
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(live, 0)
+            tasks.start_soon(live, 1)
+    return bool(cancelled), ends
+
+
+@pytest.mark.parametrize("doomed", [0, 1])
+async def test_a_rank_that_is_cancelled_at_any_meeting_leaves_a_run_that_goes_on(
+    doomed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank is not held up; ranks that start anew go on from what the head says."""
+    monkeypatch.setattr(meeting, "LEAVE_S", 0.05)
+    seen, number = set[str](), 0
+    while True:
+        model, transport = Model(), MemoryTransport()
+        cancelled, ends = await _cut_short(model, transport, doomed, number)
+        if not cancelled:
+            break
+        seen |= ends
+        async with running(model, 2, transport=transport) as (ranks, rollout):
+            await step(ranks, rollout, 7)
+        number += 1
+    assert number > 15
+    assert ends == {"published"}
+    assert "RanksLost" in seen
+    assert seen <= {"RanksLost", "StateError", "published"}  # lost in a version, lost before the next, not missed
 
 
 # ---------------------------------------------------------------------- the head
