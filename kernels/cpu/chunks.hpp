@@ -1,6 +1,7 @@
 // Chunks: ascending positions of a table, a few dozen at a time, that lie in one run of one region.
 #pragma once
 
+#include <optional>
 #include <utility>
 
 #include "table.hpp"
@@ -14,9 +15,9 @@ constexpr size_t CHUNK = 256, CLOSE_CHUNK = 64, CLOSE_BYTES = 128 * CLOSE_CHUNK;
 
 template <class W>
 struct Chunk {
-    const Region* region;
-    size_t from, count;  // which positions
-    uint64_t here, there;  // number p lies at here + p * inner().here, in bytes and elements
+    const Region* region = nullptr;
+    size_t from = 0, count = 0;      // which positions
+    uint64_t here = 0, there = 0;  // number p lies at here + p * inner().here, in bytes and elements
 
     // Calls f(W& element, i) for each of them, i counted from `from`.
     template <class F>
@@ -30,37 +31,65 @@ struct Chunk {
     W* at(uint32_t position, uint64_t step) const { return reinterpret_cast<W*>(here + position * step); }
 };
 
-// Asks for all lines from one element to another. Inlined, because gcc drops calls of what only prefetches.
+// The chunks of ascending positions [K] of a table, in order.
+template <class W>
+class Chunks {
+  public:
+    Chunks(const Table& table, const uint32_t* positions, size_t K)
+        : region_(table.regions.data()), positions_(positions), K_(K) {}
+
+    // The next chunk; its count is 0 at the end.
+    Chunk<W> next() {
+        if (from_ == K_) return {};
+        if (from_ == to_) enter();
+        const uint32_t* here = positions_ + from_;
+        const bool close =
+            from_ + CLOSE_CHUNK < to_ && here[CLOSE_CHUNK] - here[0] <= uint32_t(CLOSE_BYTES / sizeof(W));
+        const Stretch stretch = locator_->next(here, std::min(close ? CLOSE_CHUNK : CHUNK, to_ - from_));
+        const uint64_t origin = reinterpret_cast<uintptr_t>(region_->data) + stretch.here * sizeof(W);
+        const Chunk<W> chunk{region_, from_, stretch.count, origin, stretch.there};
+        from_ += stretch.count;
+        return chunk;
+    }
+
+  private:
+    // Goes to the region of positions_[from_].
+    void enter() {
+        while (positions_[from_] >= region_->end()) ++region_;
+        to_ = region_->upto(positions_, from_, K_);
+        locator_.emplace(*region_);
+    }
+
+    const Region* region_;
+    const uint32_t* positions_;
+    size_t K_, from_ = 0, to_ = 0;  // positions [from_, to_) are the rest of this region's
+    std::optional<Locator> locator_;
+};
+
+// Asks for all lines of the chunk after the present one, if its elements are close: into L1 where it goes on in the same
+// run; after a jump only into L2, since the many lines that are new then would keep L1 waiting. Inlined, because gcc drops
+// calls of what only prefetches.
 template <class W, bool WRITE>
-[[gnu::always_inline]] inline void fetch(const W* first, const W* last) {
-    const char *line = reinterpret_cast<const char*>(first), *end = reinterpret_cast<const char*>(last);
-    if (end - line <= ptrdiff_t(CLOSE_BYTES))
-        for (; line <= end; line += 64) __builtin_prefetch(line, WRITE);
+[[gnu::always_inline]] inline void fetch(const Chunk<W>& now, const Chunk<W>& next, const uint32_t* positions) {
+    if (next.count == 0 || next.count > CLOSE_CHUNK) return;
+    const uint64_t step = uint64_t(next.region->inner().here) * sizeof(W);
+    const char* line = reinterpret_cast<const char*>(next.at(positions[next.from], step));
+    const char* last = reinterpret_cast<const char*>(next.at(positions[next.from + next.count - 1], step));
+    if (last - line > ptrdiff_t(CLOSE_BYTES * next.count / CLOSE_CHUNK)) return;
+    if (next.here == now.here)
+        for (; line <= last; line += 64) __builtin_prefetch(line, WRITE, 3);
+    else
+        for (; line <= last; line += 64) __builtin_prefetch(line, WRITE, 2);
 }
 
 // Calls f(chunk) for all positions in order. WRITE: their elements are going to be written.
 template <class W, bool WRITE, class F>
 void for_chunks(const Table& table, const uint32_t* positions, size_t K, F&& f) {
-    size_t from = 0;
-    for (const Region& region : table.regions) {
-        if (from == K) return;
-        if (positions[from] >= region.end()) continue;
-        const size_t to = region.upto(positions, from, K);
-        const uint64_t step = uint64_t(region.inner().here) * sizeof(W);
-        Locator locator(region);
-        while (from < to) {
-            const uint32_t* here = positions + from;
-            const bool close =
-                from + CLOSE_CHUNK < to && here[CLOSE_CHUNK] - here[0] <= uint32_t(CLOSE_BYTES / sizeof(W));
-            const Stretch stretch = locator.next(here, std::min(close ? 2 * CLOSE_CHUNK : CHUNK, to - from));
-            const size_t count = close ? std::min(stretch.count, CLOSE_CHUNK) : stretch.count;
-            const uint64_t origin = reinterpret_cast<uintptr_t>(region.data) + stretch.here * sizeof(W);
-            const Chunk<W> chunk{&region, from, count, origin, stretch.there};
-            if (stretch.count > count)
-                fetch<W, WRITE>(chunk.at(here[count], step), chunk.at(here[stretch.count - 1], step));
-            f(chunk);
-            from += count;
-        }
+    Chunks<W> chunks(table, positions, K);
+    for (Chunk<W> now = chunks.next(), next; now.count; now = next) {
+        next = chunks.next();
+        fetch<W, WRITE>(now, next, positions);
+        f(static_cast<const Chunk<W>&>(now));
     }
 }
 
