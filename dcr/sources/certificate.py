@@ -45,7 +45,8 @@ def certified(part: StandIns, maps: Maps | None = None) -> list[Found]:
     Raises:
         SchemaError: the exporter fails, or does not always give the same tensors.
     """
-    return _certified(part, _probed(part) if maps is None else _declared(part, maps))
+    with torch.no_grad():
+        return _certified(part, _probed(part) if maps is None else _declared(part, maps))
 
 
 def _probed(part: StandIns) -> Iterator[Found]:

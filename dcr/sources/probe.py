@@ -261,7 +261,8 @@ def _group(tensors: Sequence[int], schema: Schema, failed: Mapping[str, str], pa
         return [bits_of(one.tensor) for one in part.tensors]
 
     def export() -> Sequence[Bits] | None:
-        exported = {name: bits_of(tensor) for name, tensor in part.run(part.live()) if name in names}
+        with torch.no_grad():
+            exported = {name: bits_of(tensor) for name, tensor in part.run(part.live()) if name in names}
         return [exported[name] for name in names] if owned else None
 
     return Group(tuple(tensors), "; ".join(sorted({failed[name] for name in names})), owned, inputs, export)

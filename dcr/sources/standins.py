@@ -91,7 +91,7 @@ class StandIns:
         return self._named([one.tensor for one in self.tensors])
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Export; each canonical tensor once, plain and whole.
+        """Export; each canonical tensor once, plain and whole. To be called under `torch.no_grad`.
 
         Raises:
             SchemaError: the exporter failed, or gave a name twice.
@@ -100,10 +100,9 @@ class StandIns:
         exported = iter(self.export(tensors))
         while True:
             try:
-                with torch.no_grad():
-                    name, tensor = next(exported)
-                    tensor = tensor.detach()
-                    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                name, tensor = next(exported)
+                tensor = tensor.detach()
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             except StopIteration:
                 return
             except Exception as error:  # an exporter is somebody else's code: it may fail in any way
@@ -135,9 +134,12 @@ class Numbers:
             self.sound = False
             return
         digit = tensor.cpu().reshape(-1).to(torch.float32).numpy()
-        self.sound = self.sound and bool(((digit >= 0) & (digit < base) & (digit == np.trunc(digit))).all())
+        with np.errstate(invalid="ignore"):  # what is no number becomes one that differs
+            counted = digit.astype(np.int64)
+        same = counted == digit
+        self.sound = self.sound and bool(same.all() and counted.min(initial=0) >= 0 and counted.max(initial=0) < base)
         if self.sound:
-            self.index += digit.astype(np.int64) * base**place
+            self.index += counted * base**place
 
     def within(self, first: int, count: int) -> Index:
         """Where numbers are those of `count` elements from `first` on: which of them; HOLE elsewhere. Int64 [N]."""
