@@ -28,11 +28,11 @@ from dcr.sources.certificate import Found, Maps, certified
 from dcr.sources.mapped import MappedSource, Piece, covered, demoted, shared, stored, united
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
-from dcr.sources.standins import Dress, Export, StandIns, base_of
+from dcr.sources.standins import BASE, Dress, Export, StandIns, base_of
 from dcr.sources.tensors import Tied, named, tied
 from dcr.views import Bits
 
-GROUP_ELEMS = 1 << 24
+GROUP_ELEMS = BASE**2 - 1  # two digits are enough
 
 
 @dataclass(frozen=True, slots=True, eq=False)
