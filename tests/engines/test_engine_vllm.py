@@ -182,7 +182,7 @@ async def follow(
     speaks: bool = True,
     **settings: Any,
 ) -> None:
-    """An engine follows some refits, and is compared byte by byte after each of them; if it speaks, by its tokens too."""
+    """An engine follows some refits, and is compared byte by byte after each; if it speaks, by its tokens too."""
     trainer = Trainer(checkpoint)
     url = f"local://{folder / 'run'}"
     async with running(checkpoint, ranks, monkeypatch, **settings) as engine:
