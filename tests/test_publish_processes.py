@@ -74,15 +74,15 @@ def test_an_error_on_one_rank_is_told_on_all_and_the_next_version_works(size: in
 
 
 def test_no_rank_holds_more_than_its_baseline_the_budget_and_what_changed() -> None:
-    """A quarter of a gigabyte over four ranks; what they gather is records, whatever the model's size."""
+    """A quarter of a gigabyte over four ranks, and 64 MiB for what one chunk takes while it is made and written."""
     world, tensors, elems, budget_bytes = 4, 8, 16 * MiB, 32 * MiB
     shard_bytes = 2 * tensors * elems // world
     for anchor, *deltas in run(world, publishing.peaks, tensors, elems, budget_bytes):
-        assert anchor["bytes"] <= shard_bytes + budget_bytes + 32 * MiB
+        assert anchor["bytes"] <= shard_bytes + budget_bytes + 64 * MiB
         for delta in deltas:
             own = delta["changed"] // world
             assert own > 300_000
-            assert delta["bytes"] <= shard_bytes + budget_bytes + 12 * own + 32 * MiB
+            assert delta["bytes"] <= shard_bytes + budget_bytes + 12 * own + 64 * MiB
             assert delta["gathered"] < 200_000
 
 
