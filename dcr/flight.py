@@ -38,10 +38,11 @@ from dcr.wire import ChunkRef, Head, Identity
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank starts from; stale: which residual groups must be converted."""
+    """Where a rank starts from; stale: which residual groups must be converted; broken: why no version can follow."""
 
     base: Identity | None
     stale: tuple[bool, ...]
+    broken: str = ""
 
 
 class Flights:
@@ -131,11 +132,14 @@ class Flights:
         """What all ranks start from; no base if their digests do not add up to the head's: then all are sent anew."""
 
         async def look() -> Begun:
-            if self._leader is not None and self._leader.broken is not None:
-                raise StateError(f"this publisher cannot go on: {self._leader.broken}") from self._leader.broken
-            return Begun(self._part.baseline.identity, tuple(await self._part.look()))
+            broken = self._leader.broken if self._leader is not None else None
+            stale = tuple(await self._part.look())
+            return Begun(self._part.baseline.identity, stale, "" if broken is None else f"{broken!r}")
 
         begun = await self._ranks.share(f"begin {refit.version}", look, Begun)
+        if begun[0].broken:
+            self.broken = StateError(f"this publisher cannot go on: {begun[0].broken}")
+            raise self.broken
         lanes = await self._ranks.add(f"baseline {refit.version}", self._part.baseline.lanes)
         self._lanes, base = lanes, self._common_base(begun, lanes)
         if base is None:

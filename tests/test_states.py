@@ -27,6 +27,11 @@ FOUND = {
         ),
         engines=1,
     ),
+    "a link that ends at one of several ranks": Plan(
+        (Arm(Fault("publisher", "receive", "cut", "Ack", amount=1)), *[Publish()] * 4, Wait(1)),
+        engines=1,
+        trainer_ranks=2,
+    ),
     "a weight that is replaced before a seed": Plan((Publish(), Wait(50), Rebind(), Wait(6000)), engines=1, busy=100),
 }
 
