@@ -3,6 +3,7 @@
 
 #define DCR_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,bmi,bmi2,popcnt")))
 #include "classes.hpp"
+#include "mask.hpp"
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // gcc's own header, GCC bug 105593
@@ -18,15 +19,15 @@ DCR_TARGET DCR_INLINE uint64_t above_of(const uint8_t* base, uint8_t lowest) {
 }
 DCR_TARGET DCR_INLINE uint64_t above_of(const uint16_t* base, uint16_t lowest) {
     const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(base), _mm512_set1_epi16(0x7FFF));
-    return _mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16(short(lowest)));
+    return widened(_mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16(short(lowest))));
 }
 DCR_TARGET DCR_INLINE uint64_t above_of(const uint32_t* base, uint32_t lowest) {
     const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(base), _mm512_set1_epi32(0x7FFFFFFF));
-    return _mm512_cmpge_epu32_mask(magnitude, _mm512_set1_epi32(int(lowest)));
+    return widened(_mm512_cmpge_epu32_mask(magnitude, _mm512_set1_epi32(int(lowest))));
 }
 DCR_TARGET DCR_INLINE uint64_t above_of(const uint64_t* base, uint64_t lowest) {
     const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(base), _mm512_set1_epi64(INT64_MAX));
-    return _mm512_cmpge_epu64_mask(magnitude, _mm512_set1_epi64(int64_t(lowest)));
+    return widened(_mm512_cmpge_epu64_mask(magnitude, _mm512_set1_epi64(int64_t(lowest))));
 }
 
 struct Avx512 {

@@ -1,4 +1,5 @@
 // AVX-512 with VBMI2 (Ice Lake, Zen 4 and later): 64-byte vectors, and compress, which packs the changed lanes.
+#include "mask.hpp"
 #include "spans.hpp"
 
 #if defined(__x86_64__)
@@ -20,9 +21,15 @@ namespace {
 
 // The two operations whose names depend on the lane's width: a mask of unequal lanes, and packing lanes to the front.
 DCR_TARGET DCR_INLINE uint64_t unequal(__m512i a, __m512i b, uint8_t) { return _mm512_cmpneq_epi8_mask(a, b); }
-DCR_TARGET DCR_INLINE uint64_t unequal(__m512i a, __m512i b, uint16_t) { return _mm512_cmpneq_epi16_mask(a, b); }
-DCR_TARGET DCR_INLINE uint64_t unequal(__m512i a, __m512i b, uint32_t) { return _mm512_cmpneq_epi32_mask(a, b); }
-DCR_TARGET DCR_INLINE uint64_t unequal(__m512i a, __m512i b, uint64_t) { return _mm512_cmpneq_epi64_mask(a, b); }
+DCR_TARGET DCR_INLINE uint64_t unequal(__m512i a, __m512i b, uint16_t) {
+    return widened(_mm512_cmpneq_epi16_mask(a, b));
+}
+DCR_TARGET DCR_INLINE uint64_t unequal(__m512i a, __m512i b, uint32_t) {
+    return widened(_mm512_cmpneq_epi32_mask(a, b));
+}
+DCR_TARGET DCR_INLINE uint64_t unequal(__m512i a, __m512i b, uint64_t) {
+    return widened(_mm512_cmpneq_epi64_mask(a, b));
+}
 
 DCR_TARGET DCR_INLINE __m512i pack(uint64_t mask, __m512i v, uint8_t) { return _mm512_maskz_compress_epi8(mask, v); }
 DCR_TARGET DCR_INLINE __m512i pack(uint64_t mask, __m512i v, uint16_t) {
@@ -74,10 +81,10 @@ DCR_TARGET DCR_INLINE void store_eight(W* out, __m512i v) {
         _mm512_storeu_si512(out, v);
 }
 
-// Appends more than eight masked lanes of a vector. Inlined: gcc 12 at -O1 loses vectors that live across a call of it.
+// Appends more than eight masked lanes of a vector.
 template <class W>
-DCR_TARGET DCR_INLINE void append_many(uint64_t mask, __m512i now, __m512i base, uint32_t number, uint32_t* positions,
-                                       W* bits, W* old) {
+DCR_TARGET __attribute__((noinline, cold)) void append_many(uint64_t mask, __m512i now, __m512i base, uint32_t number,
+                                                            uint32_t* positions, W* bits, W* old) {
     _mm512_storeu_si512(bits, pack(mask, now, W{}));
     _mm512_storeu_si512(old, pack(mask, base, W{}));
     const __m512i sixteen = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -9,7 +9,7 @@ if [ "${1:-}" = aarch64 ]; then
     shift
     compile="aarch64-linux-gnu-g++ -O2 -static" run=qemu-aarch64
 else
-    compile="${CXX:-g++} -O2 -g -fsanitize=address,undefined -fno-sanitize-recover=all" run=
+    compile="${CXX:-g++} -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" run=
 fi
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
