@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,58 +14,20 @@ import anyio.to_thread
 import numpy as np
 import pytest
 import torch
+from checkpoints import WEIGHTS, bound, install, install_and_die, load, new_version, save
 from refits import FAST, Weights, publish
 from safetensors import safe_open
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import dcr
 from dcr import cli
 from dcr.errors import SchemaError
 from dcr.loaders.safetensors import INDEX, SINGLE, SafetensorsLoader, entries_of
-from dcr.patch import Change, Operation
 from dcr.ready import Ready
-from dcr.schema import WIDTHS
 from dcr.seams import Loader
 from dcr.testing import LoaderTests
 from dcr.testing.conformance.bench import layout_of
 from dcr.testing.loaders import Weight
-
-TORCH = {dtype: getattr(torch, dtype) for dtype in WIDTHS}
-
-
-def tensor_of(weight: Weight) -> torch.Tensor:
-    flat = torch.from_numpy(weight.bits.reshape(-1).view(np.uint8).copy())
-    return flat.view(TORCH[weight.dtype]).reshape(weight.bits.shape)
-
-
-def save(folder: Path, weights: Mapping[str, Weight], shards: int) -> None:
-    """A checkpoint, written by the safetensors package, as transformers lays it out."""
-    folder.mkdir(exist_ok=True)
-    tensors = {name: tensor_of(weight) for name, weight in weights.items()}
-    if shards == 1:
-        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-        return
-    names = list(tensors)
-    where = {name: f"model-{1 + n % shards:05d}-of-{shards:05d}.safetensors" for n, name in enumerate(names)}
-    for file in set(where.values()):
-        save_file(
-            {name: tensors[name] for name in names if where[name] == file}, folder / file, metadata={"format": "pt"}
-        )
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": where}))
-
-
-def load(folder: Path) -> dict[str, bytes]:
-    """A checkpoint's tensors, read as transformers reads them: by its index, and by the safetensors package."""
-    index = folder / INDEX
-    where = json.loads(index.read_text())["weight_map"] if index.exists() else None
-    found = {}
-    for file in sorted(set(where.values())) if where else [SINGLE]:
-        with safe_open(folder / file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                if where is None or where[name] == file:
-                    found[name] = opened.get_tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes()
-    return found
 
 
 class Checkpoints(LoaderTests):
@@ -112,33 +73,6 @@ class TestSharded(Checkpoints):
 
 
 # ---------------------------------------------------------------------- one version or the next
-
-WEIGHTS = {
-    f"w{n}": Weight("bfloat16", np.arange(n * 100, n * 100 + 40, dtype=np.uint16).reshape(5, 8)) for n in range(4)
-}
-
-
-def bound(folder: Path, **options: Any) -> SafetensorsLoader:
-    loader = SafetensorsLoader(folder, fsync=False, **options)
-    loader.bind(layout_of(WEIGHTS, frame_elems=50))
-    return loader
-
-
-def new_version(loader: SafetensorsLoader, step: int) -> list[Ready]:
-    """The first, the last, and some elements between, of every frame, moved by a step."""
-    layout = layout_of(WEIGHTS, frame_elems=50)
-    readies = []
-    for frame in layout.frames:
-        positions = np.unique(np.array([0, 3, frame.numel - 1], np.uint32))
-        change = Change(Operation.STEP, positions, np.full(len(positions), step, np.uint16))
-        readies.append(loader.prepare(frame.index, change))
-    return readies
-
-
-def install(loader: SafetensorsLoader, readies: list[Ready]) -> None:
-    for ready in readies:
-        loader.install(ready)
-    loader.settle()
 
 
 @pytest.fixture(params=[1, 2], ids=["single file", "sharded"])
@@ -251,18 +185,10 @@ def _moved(readies: list[Ready], name: str, held: bytes) -> bytes:
     return bits.tobytes()
 
 
-def _install_and_die(folder: Path, frames: int) -> None:
-    loader = bound(folder)
-    readies = new_version(loader, 1)
-    for ready in readies[:frames]:
-        loader.install(ready)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize("frames", [1, 4])
 def test_a_process_that_is_killed_while_it_installs_leaves_the_version_before(folder: Path, frames: int) -> None:
     before = load(folder)
-    process = multiprocessing.get_context("spawn").Process(target=_install_and_die, args=(folder, frames))
+    process = multiprocessing.get_context("spawn").Process(target=install_and_die, args=(folder, frames))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

@@ -44,7 +44,7 @@ class Sharded:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        for verb in ("bind", "epoch", "prepare", "install", "undo", "digest"):
+        for verb in ("bind", "epoch", "prepare", "install", "undo", "settle", "digest"):
             setattr(self, verb, getattr(loader, verb))
 
 

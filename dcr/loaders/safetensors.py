@@ -114,6 +114,7 @@ class SafetensorsLoader:
         self._written: Placement | None = None  # over those that are being written
         self._pending: dict[str, _Copy] = {}
         self._old: set[str] = set()
+        self._first = self._stamp = ""  # of the files as they were found, and as they were left here
 
     # ------------------------------------------------------------------ the seam
 
@@ -125,16 +126,16 @@ class SafetensorsLoader:
         self._placement = Placement(layout, self._storages(entries), places)
         self._layout, self._entries, self._places = layout, entries, places
         self._files = {entry.file for entry in entries}
-        self._stamp = self._stat()
+        if (stamp := self._stat()) != self._stamp:
+            self._first = self._stamp = stamp
         if self._sweeps:
             self._sweep()
 
     def epoch(self) -> bytes:
         """See `dcr.seams.Loader.epoch`: it changes if somebody else writes to the directory."""
         stamp = self._stat()
-        if self._placement is not None and stamp == self._stamp:
-            stamp = "as it was left here"
-        return hashlib.blake2b(stamp.encode(), digest_size=16).digest()
+        first = self._first if stamp == self._stamp else stamp
+        return hashlib.blake2b(first.encode(), digest_size=16).digest()
 
     def prepare(self, frame: int, change: Change) -> Ready:
         """See `dcr.seams.Loader.prepare`."""
