@@ -5,6 +5,7 @@ T  tensor-parallel ranks      G  key-value groups      Q  query heads per group 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +17,20 @@ from ranks import assembled
 from torch import nn
 
 from dcr.boxes import Box, Dim
+from dcr.seams import Source
 from dcr.sources import megatron, probe
 from dcr.sources.bits import bits_of, random_bits, tensor_of
 from dcr.sources.megatron import Geometry
 from dcr.sources.probe import Span
 
-HIDDEN, DIM, FF, EXPERT_FF, LAYERS = 16, 4, 24, 8, 2
+HIDDEN, DIM, FF, EXPERT_FF = 16, 4, 24, 8
 
 
 @dataclass(frozen=True)
 class Model:
     """A model's sizes, and how it is spread over ranks. Ranks are numbered tensor-parallel first, then the rest."""
 
+    layers: int = 2
     heads: int = 8
     groups: int = 8
     vocab: int = 101
@@ -51,7 +54,7 @@ def canonical(model: Model) -> dict[str, torch.Tensor]:
     }
     if not model.tied:
         shapes["lm_head.weight"] = (model.vocab, HIDDEN)
-    for i in range(LAYERS):
+    for i in range(model.layers):
         to, kv = f"model.layers.{i}.", model.groups * DIM
         for part, rows in (("q", model.heads * DIM), ("k", kv), ("v", kv)):
             shapes[f"{to}self_attn.{part}_proj.weight"] = (rows, HIDDEN)
@@ -116,21 +119,24 @@ def local(model: Model, place: Place, whole: Mapping[str, torch.Tensor]) -> Iter
         yield "output_layer.weight", _vocab(head, model, place)
     if last:
         yield "decoder.final_layernorm.weight", whole["model.norm.weight"]
-    each = LAYERS // model.pp
+    each = model.layers // model.pp
     for i in range(each):
-        to, at = f"decoder.layers.{i}.", f"model.layers.{place.pp * each + i}."
-        yield to + "input_layernorm.weight", whole[at + "input_layernorm.weight"]
-        yield to + "pre_mlp_layernorm.weight", whole[at + "post_attention_layernorm.weight"]
-        yield to + "self_attention.q_layernorm.weight", whole[at + "self_attn.q_norm.weight"]
-        for leaf in ("weight", "bias") if model.bias else ("weight",):
-            yield f"{to}self_attention.linear_qkv.{leaf}", _qkv(at, leaf, model, place, whole)
-        yield (
-            to + "self_attention.linear_proj.weight",
-            whole[at + "self_attn.o_proj.weight"].chunk(model.tp, 1)[place.tp],
-        )
-        if model.bias:
-            yield to + "self_attention.linear_proj.bias", whole[at + "self_attn.o_proj.bias"]
-        yield from _mlp(to + "mlp.", at + "mlp.", model, place, whole)
+        yield from layer(f"decoder.layers.{i}.", f"model.layers.{place.pp * each + i}.", model, place, whole)
+
+
+def layer(
+    to: str, at: str, model: Model, place: Place, whole: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A rank's tensors of one layer, given its path in Megatron and in the checkpoint."""
+    yield to + "input_layernorm.weight", whole[at + "input_layernorm.weight"]
+    yield to + "pre_mlp_layernorm.weight", whole[at + "post_attention_layernorm.weight"]
+    yield to + "self_attention.q_layernorm.weight", whole[at + "self_attn.q_norm.weight"]
+    for leaf in ("weight", "bias") if model.bias else ("weight",):
+        yield f"{to}self_attention.linear_qkv.{leaf}", _qkv(at, leaf, model, place, whole)
+    yield to + "self_attention.linear_proj.weight", whole[at + "self_attn.o_proj.weight"].chunk(model.tp, 1)[place.tp]
+    if model.bias:
+        yield to + "self_attention.linear_proj.bias", whole[at + "self_attn.o_proj.bias"]
+    yield from _mlp(to + "mlp.", at + "mlp.", model, place, whole)
 
 
 def _vocab(tensor: torch.Tensor, model: Model, place: Place) -> torch.Tensor:
@@ -213,7 +219,7 @@ def _group(width: int) -> Any:
 
 
 def geometry(model: Model, place: Place, tp: Any, etp: Any) -> Geometry:
-    each = LAYERS // model.pp
+    each = model.layers // model.pp
     layers = {f"decoder.layers.{i}": place.pp * each + i for i in range(each)}
     return Geometry(
         model.heads, model.groups, model.vocab, model.experts, model.tied, layers, tp, etp, place.ep, model.ep
@@ -225,18 +231,19 @@ def published(model: Model) -> dict[str, Any]:
     place, tp, etp = groups(model)
     whole = canonical(model)
     net = tree(local(model, place, whole))
-    source = megatron.source(net, geometry(model, place, tp, etp))
+    return facts(megatron.source(net, geometry(model, place, tp, etp)), whole)
+
+
+def facts(source: Source, whole: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """How what all ranks publish compares with the checkpoint, bit for bit, and what of it this rank owns."""
     found = assembled(source)
-    owned = sum(shard.box.numel * source.schema.tensors[shard.tensor].width for shard in source.shards)
-    by_tensor: dict[int, int] = {}
-    for shard in source.shards:
-        by_tensor[shard.tensor] = by_tensor.get(shard.tensor, 0) + 1
+    by_tensor = Counter(shard.tensor for shard in source.shards)
     return {
         "names": sorted(found) == sorted(whole),
         "differ": sorted(name for name in whole if not np.array_equal(found.get(name), bits_of(whole[name]))),
         "residual": [group.reason for group in source.residual],
         "boxes": max(by_tensor.values()),
-        "owned": owned,
+        "owned": sum(shard.box.numel * source.schema.tensors[shard.tensor].width for shard in source.shards),
         "bytes": source.schema.nbytes,
     }
 
@@ -290,5 +297,5 @@ def swapped(model: Model) -> dict[str, Any]:
     }
 
 
-def every(cases: list[tuple[str, Any, Model]]) -> dict[str, Any]:
-    return {name: target(model) for name, target, model in cases}
+def every(cases: list[tuple[str, Any, Any]]) -> dict[str, Any]:
+    return {name: target(argument) for name, target, argument in cases}
