@@ -24,8 +24,9 @@ The number of changed elements K, the operation and the element width travel in 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ SHORT = 32  # bytes: no encoding is tried for streams below it
 SAMPLED = 4096  # bytes at least, of a stream in which matches are looked for
 FEW = 4096  # changes: below it, what describes four classes may cost more than they save
 _STREAM = struct.Struct("<BII")
+_Stream = tuple[bytes, memoryview]  # its encoding and sizes, and its bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class Classes:
         ends = np.cumsum(counts)[:-1]
         parts = zip(np.split(ranks, ends), np.split(values, ends), strict=True)
         streams = [stream for part in parts for stream in _sparse(*part, _smallest)]
-        body = _join(CLASS_SPARSE, [cuts.tobytes(), *streams])
+        body = _join(CLASS_SPARSE, streams, cuts.tobytes())
         if len(ranks) < FEW or len(body) > raw_sparse_bytes(change):
             return min(body, BALANCED.encode(change, numel), key=len)
         return body
@@ -233,33 +235,33 @@ def _ascending(positions: Positions, numel: int) -> Positions:
     return positions
 
 
-def _sparse(positions: Positions, values: Bits, coded: Callable[[Octets], bytes]) -> list[bytes]:
+def _sparse(positions: Positions, values: Bits, coded: Callable[[Octets], _Stream]) -> list[_Stream]:
     """The gap, symbol and exception streams of a change."""
     symbols, exceptions = kernels.symbols_of(values)
     return [coded(kernels.gaps_of(positions)), coded(symbols), coded(exceptions.view(np.uint8))]
 
 
-def _stored(raw: NDArray[Any]) -> bytes:
-    return _STREAM.pack(STORED, raw.nbytes, raw.nbytes) + raw.tobytes()
+def _stored(raw: NDArray[Any]) -> _Stream:
+    return _STREAM.pack(STORED, raw.nbytes, raw.nbytes), raw.view(np.uint8).data
 
 
-def _smallest(raw: Octets, *, structured: bool = False) -> bytes:
+def _smallest(raw: Octets, *, structured: bool = False) -> _Stream:
     """One stream [n] in the encoding that makes it smallest.
 
     zstd is measured only where its matches can beat single bytes' codes: see `_may_match`.
     """
     if raw.nbytes < SHORT:
         return _stored(raw)
-    packed, encoding = kernels.pack(raw).tobytes(), HUFFMAN
+    packed, encoding = kernels.pack(raw).data, HUFFMAN
     if _may_match(raw, len(packed) or raw.nbytes, structured):
         matched = _zstd(raw)
         if not packed or len(matched) < len(packed):
-            packed, encoding = matched, ZSTD
+            packed, encoding = memoryview(matched), ZSTD
     elif not packed:
         return _stored(raw)
     if len(packed) >= raw.nbytes:
         return _stored(raw)
-    return _STREAM.pack(encoding, raw.nbytes, len(packed)) + packed
+    return _STREAM.pack(encoding, raw.nbytes, len(packed)), packed
 
 
 def _may_match(raw: Octets, coded: int, structured: bool) -> bool:
@@ -293,8 +295,9 @@ def _zstd(raw: Octets) -> bytes:
     return zstandard.ZstdCompressor(compression_params=parameters).compress(raw.data)
 
 
-def _join(kind: int, streams: Sequence[bytes]) -> bytes:
-    return b"".join([bytes([kind]), *streams])
+def _join(kind: int, streams: Sequence[_Stream], before: bytes = b"") -> bytes:
+    parts: Iterator[bytes | memoryview] = chain.from_iterable(streams)
+    return b"".join([bytes([kind]), before, *parts])
 
 
 def _exactly(nbytes: int) -> range:

@@ -164,7 +164,12 @@ class Message:
 
 
 def encode(message: Message) -> bytes:
-    """A message as bytes.
+    """A message as bytes; raises as `pieces`."""
+    return b"".join(pieces(message))
+
+
+def pieces(message: Message) -> tuple[bytes, bytes]:
+    """A message as what comes before its body, and the body, which is not copied.
 
     Raises:
         WireError: header or body exceed their caps.
@@ -172,7 +177,7 @@ def encode(message: Message) -> bytes:
     header = msgspec.msgpack.encode(message.header)
     if len(header) > MAX_HEADER_BYTES or len(message.body) > MAX_BODY_BYTES:
         raise WireError(f"a message of {len(header)} + {len(message.body)} bytes exceeds the caps")
-    return PREFIX.pack(MAGIC, len(header), len(message.body), zlib.crc32(header)) + header + message.body
+    return PREFIX.pack(MAGIC, len(header), len(message.body), zlib.crc32(header)) + header, message.body
 
 
 class Reader:

@@ -92,12 +92,12 @@ class Disk:
         for folder in (root / "attempts", root / "members"):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def write(self, path: Path, data: bytes, *, flush: bool = False) -> None:
-        """Make a file appear under its name with all of its bytes."""
+    def write(self, path: Path, *data: bytes, flush: bool = False) -> None:
+        """Make a file appear under its name with all of its bytes, which are given in pieces."""
         temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
         try:
             with temporary.open("wb") as file:
-                file.write(data)
+                file.writelines(data)
                 if flush and self._fsync:
                     file.flush()
                     os.fsync(file.fileno())

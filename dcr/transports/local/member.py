@@ -71,17 +71,17 @@ class MemberLink:
         return await self._desk.receive(self._receive)
 
     def _send(self, message: Message) -> None:
-        disk, data = self._run.disk, wire.encode(message)
+        disk, data = self._run.disk, wire.pieces(message)
         match message.header:
             case Join():
-                disk.write(self._join, data)
+                disk.write(self._join, *data)
             case Leave():
                 self._join.unlink(missing_ok=True)
             case Ack(identity=identity) | Nack(identity=identity):
                 folder = self._run.root / "attempts" / folder_name(identity) / "votes"
                 self._votes += 1
                 with suppress(FileNotFoundError):  # the attempt was removed: nobody counts its votes
-                    disk.write(folder / f"{file_name(self._ref)}.{self._votes:08d}", data)
+                    disk.write(folder / f"{file_name(self._ref)}.{self._votes:08d}", *data)
             case header:
                 raise LocalError(f"a member does not send {type(header).__name__}")
 

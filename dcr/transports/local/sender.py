@@ -50,21 +50,21 @@ class SenderLink:
         return await self._desk.receive(self._receive)
 
     def _send(self, message: Message) -> None:
-        disk, data = self._run.disk, wire.encode(message)
+        disk, data = self._run.disk, wire.pieces(message)
         match message.header:
             case Open(identity=identity):
                 self._folder = self._run.root / "attempts" / folder_name(identity)
                 (self._folder / "votes").mkdir(parents=True)
                 self._chunks = 0
                 self._folders.append(self._folder)
-                disk.write(self._folder / "open", data)
+                disk.write(self._folder / "open", *data)
             case Chunk(identity=identity):
-                disk.write(self._attempt(identity) / chunk_name(0, self._chunks), data)
+                disk.write(self._attempt(identity) / chunk_name(0, self._chunks), *data)
                 self._chunks += 1
             case Seal(identity=identity):
                 folder = self._attempt(identity)
                 disk.sync(*folder.iterdir(), folder, folder.parent)
-                disk.write(folder / "seal", data, flush=True)
+                disk.write(folder / "seal", *data, flush=True)
                 disk.sync(folder)
             case Abort(identity=identity):
                 self._abort(self._attempt(identity), data)
@@ -73,13 +73,13 @@ class SenderLink:
             case header:
                 raise LocalError(f"a publisher does not send {type(header).__name__}")
 
-    def _abort(self, folder: Path, data: bytes) -> None:
+    def _abort(self, folder: Path, data: tuple[bytes, bytes]) -> None:
         """Say that it is given up, and remove its chunks; in this order, unless the disk is full."""
         try:
-            self._run.disk.write(folder / "abort", data)
+            self._run.disk.write(folder / "abort", *data)
         except OSError:
             self._remove_chunks(folder)
-            self._run.disk.write(folder / "abort", data)
+            self._run.disk.write(folder / "abort", *data)
         self._remove_chunks(folder)
 
     def _remove_chunks(self, folder: Path) -> None:
@@ -162,5 +162,5 @@ class WriterLink:
             if not (folder / "open").exists():
                 raise LocalError(f"{identity} has not been opened by the run's sender, or was removed")
             self._folder, self._chunks = folder, 0
-        self._run.disk.write(folder / chunk_name(self._writer, self._chunks), wire.encode(message), flush=True)
+        self._run.disk.write(folder / chunk_name(self._writer, self._chunks), *wire.pieces(message), flush=True)
         self._chunks += 1
