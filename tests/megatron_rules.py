@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from megatrons import HIDDEN, Model, Place, canonical, facts, groups, layer, local, tree
 from ranks import _canonical, assembled
 from torch import nn
 
 from dcr.boxes import Box, Dim
+from dcr.errors import SchemaError
 from dcr.seams import Source
 from dcr.sources import megatron, probe
 from dcr.sources.bits import bits_of, random_bits, tensor_of
@@ -197,12 +199,14 @@ def predicting(model: Model) -> dict[str, Any]:
         bits = random_bits(int(np.prod(shape)), model.dtype, (8, i))
         whole[f"{at}{name}.weight"] = tensor_of(bits, model.dtype, shape)
     chunks = [_chunk(stage * 2 + place.pp, one, place, whole) for stage in range(2)]
-    numbers = {f"{stage}.decoder.layers.0": stage * 2 + place.pp for stage in range(2)}
+    sizes = Geometry(model.heads, model.groups, model.vocab, tp=tp)
     if place.pp == 1:
-        last = dict(chunks[1].named_parameters()) | dict(_predicted(at, one, place, whole))
-        chunks[1] = tree(iter(last.items()))
-        numbers["1.mtp.layers.0"] = model.layers
-    sizes = Geometry(model.heads, model.groups, model.vocab, layers=numbers, tp=tp)
+        more = tree(_predicted(at, one, place, whole))
+        for name, module in more.named_children():
+            chunks[1].add_module(name, module)
+        with pytest.raises(SchemaError, match=r"which layer of the whole model 1\.mtp\.layers\.0 is, is not known"):
+            list(megatron.Exporter(replace(sizes, layers={}), MTP_RULES)({f"1.{PREDICTED}enorm.weight": torch.ones(1)}))
+        sizes = replace(sizes, layers={"1.mtp.layers.0": model.layers})
     return facts(megatron.source(chunks, sizes, rules=MTP_RULES), whole)
 
 

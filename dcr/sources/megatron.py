@@ -36,8 +36,8 @@ class Geometry:
 
     query_heads, kv_groups: of the whole model. vocab_size: without the padding. experts: of the whole model.
     tied: the output layer, where a pipeline's last stage has one, is a copy of the embedding.
-    layers: each layer's number in the whole model, by its path; None: what the layers say (`layer_number`), or else
-    the number in the path.
+    layers: layers' numbers in the whole model, by path, where they are not what the layers say (`layer_number`); if
+    neither tells any, the number in the path counts.
     tp, etp: this rank's tensor-parallel groups, of dense and of expert weights; None means no such parallelism.
     ep_rank, ep_size: the expert-parallel rank and size.
     """
@@ -138,8 +138,7 @@ def source(
     """
     chunks = model if isinstance(model, torch.nn.Module) else torch.nn.ModuleList(model)
     peers = Peers(group)
-    numbered = geometry if geometry.layers is not None else _with_layers(geometry, chunks)
-    chosen = export or Exporter(numbered, (*rules, *(TIED if geometry.tied else ()), *RULES))
+    chosen = export or Exporter(_with_layers(geometry, chunks), (*rules, *(TIED if geometry.tied else ()), *RULES))
     sizes = {name: tensor.numel() for name, tensor, _ in named(chunks)}
     return probe.source(chunks, export=chosen, groups=list(_batches(sizes, peers)), masters=masters, group=group)
 
@@ -156,12 +155,18 @@ class Exporter:
             match, way, names = self._rule(name)
             fields = {key: value for key, value in match.groupdict().items() if value is not None}
             if "layer" in fields and self._geometry.layers is not None:
-                fields["layer"] = str(self._geometry.layers[name[: match.end("layer")]])
+                fields["layer"] = self._number(name[: match.end("layer")], self._geometry.layers)
             named_expert = fields.get("expert", fields.get("grouped"))
             first = self._geometry.ep_rank * (self._geometry.experts // self._geometry.ep_size)
             for expert, parts in way(tensor, self._geometry):
                 fields["expert"] = str(first + int(named_expert or expert))
                 yield from ((target.format(**fields), part) for target, part in zip(names, parts, strict=True))
+
+    @staticmethod
+    def _number(path: str, layers: Mapping[str, int]) -> str:
+        if path not in layers:
+            raise SchemaError(f"which layer of the whole model {path} is, is not known; add it to `Geometry.layers`")
+        return str(layers[path])
 
     def _rule(self, name: str) -> tuple[re.Match[str], Way, Sequence[str]]:
         for pattern, way, names in self._rules:
@@ -253,12 +258,13 @@ def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[tor
 
 
 def _with_layers(geometry: Geometry, chunks: torch.nn.Module) -> Geometry:
-    """The numbers that the layers themselves give (`layer_number`, counted from 1)."""
+    """With the numbers that the layers themselves give (`layer_number`, counted from 1), where it has none."""
     layers: dict[str, int] = {}
     for name, module in chunks.named_modules():
         number = getattr(module, "layer_number", None)
         if isinstance(number, int) and re.fullmatch(r".*decoder\.layers\.\d+", name):
             layers[name] = number - 1
+    layers |= geometry.layers or {}
     return replace(geometry, layers=layers) if layers else geometry
 
 
