@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from dcr.seams import Ledger, Link, Run, Store, Transport, Writer
-from dcr.wire import Chunk, Join, MemberRef, Message
+from dcr.seams import Link, Run, Transport, Writer
+from dcr.testing.wrapped import WrappedRun
+from dcr.wire import Chunk, Message
 
 Fault = Callable[[Message], Iterable[Message]]
 
@@ -34,42 +35,14 @@ class FaultyTransport:
         self._on_receive = on_receive
 
     @asynccontextmanager
-    async def open(self, url: str) -> AsyncIterator[_FaultyRun]:
+    async def open(self, url: str) -> AsyncIterator[Run]:
         """See `dcr.seams.Transport.open`."""
         async with self._transport.open(url) as run:
-            yield _FaultyRun(run, self._on_send, self._on_receive)
-
-
-class _FaultyRun:
-    def __init__(self, run: Run, on_send: Fault, on_receive: Fault) -> None:
-        self._run = run
-        self._faults = on_send, on_receive
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._run.ledger
-
-    @property
-    def store(self) -> Store | None:
-        return self._run.store
-
-    async def members(self) -> list[Join]:
-        return await self._run.members()
-
-    @asynccontextmanager
-    async def sender(self) -> AsyncIterator[_FaultyLink]:
-        async with self._run.sender() as link:
-            yield _FaultyLink(link, *self._faults)
-
-    @asynccontextmanager
-    async def writer(self, part: tuple[int, int]) -> AsyncIterator[_FaultyWriter]:
-        async with self._run.writer(part) as link:
-            yield _FaultyWriter(link, self._faults[0])
-
-    @asynccontextmanager
-    async def member(self, ref: MemberRef) -> AsyncIterator[_FaultyLink]:
-        async with self._run.member(ref) as link:
-            yield _FaultyLink(link, *self._faults)
+            yield WrappedRun(
+                run,
+                link=lambda link: _FaultyLink(link, self._on_send, self._on_receive),
+                writer=lambda link: _FaultyWriter(link, self._on_send),
+            )
 
 
 class _FaultyWriter:
@@ -82,20 +55,16 @@ class _FaultyWriter:
             await self._link.send(sent)
 
 
-class _FaultyLink:
+class _FaultyLink(_FaultyWriter):
     def __init__(self, link: Link, on_send: Fault, on_receive: Fault) -> None:
-        self._link = link
-        self._on_send = on_send
+        super().__init__(link, on_send)
+        self._from = link
         self._on_receive = on_receive
         self._waiting: deque[Message] = deque()
 
-    async def send(self, message: Message) -> None:
-        for sent in self._on_send(message):
-            await self._link.send(sent)
-
     async def receive(self) -> Message:
         while not self._waiting:
-            self._waiting.extend(self._on_receive(await self._link.receive()))
+            self._waiting.extend(self._on_receive(await self._from.receive()))
         return self._waiting.popleft()
 
 

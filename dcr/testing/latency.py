@@ -9,8 +9,9 @@ import anyio
 import msgspec
 
 from dcr.errors import LocalError
-from dcr.seams import Ledger, Link, Run, Store, Transport, Writer
-from dcr.wire import PREFIX, Join, MemberRef, Message
+from dcr.seams import Link, Run, Transport, Writer
+from dcr.testing.wrapped import WrappedRun
+from dcr.wire import PREFIX, Message
 
 
 class LatencyTransport:
@@ -39,10 +40,12 @@ class LatencyTransport:
         self._sleep = sleep
 
     @asynccontextmanager
-    async def open(self, url: str) -> AsyncIterator[_SlowRun]:
+    async def open(self, url: str) -> AsyncIterator[Run]:
         """See `dcr.seams.Transport.open`."""
         async with self._transport.open(url) as run:
-            yield _SlowRun(run, self._wait)
+            yield WrappedRun(
+                run, link=lambda link: _SlowLink(link, self._wait), writer=lambda link: _SlowWriter(link, self._wait)
+            )
 
     async def _wait(self, message: Message) -> None:
         size_bytes = PREFIX.size + len(msgspec.msgpack.encode(message.header)) + len(message.body)
@@ -50,38 +53,6 @@ class LatencyTransport:
 
 
 Wait = Callable[[Message], Awaitable[None]]
-
-
-class _SlowRun:
-    def __init__(self, run: Run, wait: Wait) -> None:
-        self._run = run
-        self._wait = wait
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._run.ledger
-
-    @property
-    def store(self) -> Store | None:
-        return self._run.store
-
-    async def members(self) -> list[Join]:
-        return await self._run.members()
-
-    @asynccontextmanager
-    async def sender(self) -> AsyncIterator[_SlowLink]:
-        async with self._run.sender() as link:
-            yield _SlowLink(link, self._wait)
-
-    @asynccontextmanager
-    async def writer(self, part: tuple[int, int]) -> AsyncIterator[_SlowWriter]:
-        async with self._run.writer(part) as link:
-            yield _SlowWriter(link, self._wait)
-
-    @asynccontextmanager
-    async def member(self, ref: MemberRef) -> AsyncIterator[_SlowLink]:
-        async with self._run.member(ref) as link:
-            yield _SlowLink(link, self._wait)
 
 
 class _SlowWriter:

@@ -1,0 +1,48 @@
+"""A run whose links are somebody else's: what transports around other ones share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from dcr.seams import Ledger, Link, Run, Store, Writer
+from dcr.wire import Join, MemberRef
+
+
+class WrappedRun:
+    """Another run, with each link and writer that it opens put into `link` or `writer`."""
+
+    def __init__(self, run: Run, *, link: Callable[[Link], Link], writer: Callable[[Writer], Writer]) -> None:
+        self._run = run
+        self._wrap_link = link
+        self._wrap_writer = writer
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._run.ledger
+
+    @property
+    def store(self) -> Store | None:
+        return self._run.store
+
+    async def members(self) -> list[Join]:
+        """See `dcr.seams.Run.members`."""
+        return await self._run.members()
+
+    @asynccontextmanager
+    async def sender(self) -> AsyncIterator[Link]:
+        """See `dcr.seams.Run.sender`."""
+        async with self._run.sender() as link:
+            yield self._wrap_link(link)
+
+    @asynccontextmanager
+    async def writer(self, part: tuple[int, int]) -> AsyncIterator[Writer]:
+        """See `dcr.seams.Run.writer`."""
+        async with self._run.writer(part) as writer:
+            yield self._wrap_writer(writer)
+
+    @asynccontextmanager
+    async def member(self, ref: MemberRef) -> AsyncIterator[Link]:
+        """See `dcr.seams.Run.member`."""
+        async with self._run.member(ref) as link:
+            yield self._wrap_link(link)
