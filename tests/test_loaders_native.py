@@ -265,3 +265,10 @@ def test_the_engine_of_the_documentation_is_one(tmp_path: Path) -> None:
     specs = tuple(TensorSpec(name, "bfloat16", (8, 8)) for name in "qkv")
     found["loader"].bind(Layout(Schema(specs), ()))
     assert [verdict.kind.value for verdict in found["loader"].record.verdicts] == ["bits"] * 3
+
+
+def test_a_weight_that_is_not_in_host_memory_is_refused_by_name() -> None:
+    module = torch.nn.Linear(3, 3)
+    module.extra = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(SchemaError, match=r"extra\.weight: expected a dense tensor in host memory.*meta"):
+        slots_of(module)

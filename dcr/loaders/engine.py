@@ -85,10 +85,20 @@ class Slot:
 def slots_of(root: torch.nn.Module) -> list[Slot]:
     """Every tensor with memory of its own that a model keeps: parameters, buffers, and other attributes.
 
-    Attributes count if they are tensors, or lists and dicts of tensors. Tensors elsewhere (on a device, sparse, without
-    elements) are left out: what happens to them is not seen here.
+    Attributes count if they are tensors, or lists and dicts of tensors. Of what does not belong to the model's state,
+    tensors elsewhere (on a device, sparse) are left out: what happens to them is not seen here.
+
+    Raises:
+        SchemaError: a parameter or persistent buffer is not dense host memory; names it.
     """
-    return [slot for slot in _slots(root) if _has_memory(slot.tensor)]
+    slots = list(_slots(root))
+    for slot in slots:
+        if slot.saved and slot.tensor.numel() and not _has_memory(slot.tensor):
+            raise SchemaError(
+                f"{slot.path}: expected a dense tensor in host memory, found one of {slot.tensor.layout} on "
+                f"{slot.tensor.device}; move the model to the host, or use a loader of its kind (see `dcr plugins`)"
+            )
+    return [slot for slot in slots if _has_memory(slot.tensor)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
