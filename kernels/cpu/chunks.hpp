@@ -8,10 +8,9 @@
 
 namespace dcr {
 
-// Positions of a chunk: enough for the machine to wait for many cache lines at once. Where changes are so close that all
-// lines are fetched in order sooner than the ones that are needed, a chunk is short, and the lines of the next one are
-// asked for while one is worked on. (To ask for single lines gains nothing, and hinders the machine's own prefetchers.)
-constexpr size_t CHUNK = 256, CLOSE_CHUNK = 64, CLOSE_BYTES = 128 * CLOSE_CHUNK;
+// Positions of a chunk. While one is worked on, the lines of the next are on their way into L2: a core waits there for
+// several times as many lines at once as in L1, so nothing is asked for in L1 itself.
+constexpr size_t CHUNK = 64;
 
 template <class W>
 struct Chunk {
@@ -43,9 +42,7 @@ class Chunks {
         if (from_ == K_) return {};
         if (from_ == to_) enter();
         const uint32_t* here = positions_ + from_;
-        const bool close =
-            from_ + CLOSE_CHUNK < to_ && here[CLOSE_CHUNK] - here[0] <= uint32_t(CLOSE_BYTES / sizeof(W));
-        const Stretch stretch = locator_->next(here, std::min(close ? CLOSE_CHUNK : CHUNK, to_ - from_));
+        const Stretch stretch = locator_->next(here, std::min(CHUNK, to_ - from_));
         const uint64_t origin = reinterpret_cast<uintptr_t>(region_->data) + stretch.here * sizeof(W);
         const Chunk<W> chunk{region_, from_, stretch.count, origin, stretch.there};
         from_ += stretch.count;
@@ -66,29 +63,27 @@ class Chunks {
     std::optional<Locator> locator_;
 };
 
-// Asks for all lines of the chunk after the present one, if its elements are close: into L1 where it goes on in the same
-// run; after a jump only into L2, since the many lines that are new then would keep L1 waiting. Inlined, because gcc drops
-// calls of what only prefetches.
-template <class W, bool WRITE>
-[[gnu::always_inline]] inline void fetch(const Chunk<W>& now, const Chunk<W>& next, const uint32_t* positions) {
-    if (next.count == 0 || next.count > CLOSE_CHUNK) return;
-    const uint64_t step = uint64_t(next.region->inner().here) * sizeof(W);
-    const char* line = reinterpret_cast<const char*>(next.at(positions[next.from], step));
-    const char* last = reinterpret_cast<const char*>(next.at(positions[next.from + next.count - 1], step));
-    if (last - line > ptrdiff_t(CLOSE_BYTES * next.count / CLOSE_CHUNK)) return;
-    if (next.here == now.here)
-        for (; line <= last; line += 64) __builtin_prefetch(line, WRITE, 3);
-    else
-        for (; line <= last; line += 64) __builtin_prefetch(line, WRITE, 2);
+// Asks for the lines of a chunk, and for a line of each page that the chunk after it lies in if its elements are as close:
+// where a page is takes as long to find out as to fetch a line. Plain loops: gcc drops calls of what only prefetches.
+template <class W>
+[[gnu::always_inline]] inline void fetch(const Chunk<W>& chunk, const uint32_t* positions) {
+    constexpr uint64_t PAGE = 4096, MOST_PAGES = 16;
+    const uint32_t first = positions[chunk.from], last = positions[chunk.from + chunk.count - 1];
+    const uint64_t step = uint64_t(chunk.region->inner().here) * sizeof(W);
+    const uint64_t span = (last - first) * step;  // huge if the stride is negative
+    const char* after = reinterpret_cast<const char*>(chunk.at(last, step)) + span;
+    if (span <= MOST_PAGES * PAGE)
+        for (uint64_t page = 0; page < span; page += PAGE) __builtin_prefetch(after + page, 0, 2);
+    for (size_t i = 0; i < chunk.count; ++i) __builtin_prefetch(chunk.at(positions[chunk.from + i], step), 0, 2);
 }
 
-// Calls f(chunk) for all positions in order. WRITE: their elements are going to be written.
-template <class W, bool WRITE, class F>
+// Calls f(chunk) for all positions in order.
+template <class W, class F>
 void for_chunks(const Table& table, const uint32_t* positions, size_t K, F&& f) {
     Chunks<W> chunks(table, positions, K);
     for (Chunk<W> now = chunks.next(), next; now.count; now = next) {
         next = chunks.next();
-        fetch<W, WRITE>(now, next, positions);
+        if (next.count) fetch(next, positions);
         f(static_cast<const Chunk<W>&>(now));
     }
 }
@@ -108,7 +103,7 @@ void for_indices(const Table& table, const uint32_t* positions, size_t K, F&& f,
         if (indices.count) g(static_cast<const Indices&>(indices));
         indices.from += std::exchange(indices.count, 0);
     };
-    for_chunks<W, false>(table, positions, K, [&](const Chunk<W>& chunk) {
+    for_chunks<W>(table, positions, K, [&](const Chunk<W>& chunk) {
         if (indices.region != chunk.region || indices.count + chunk.count > CHUNK) flush();
         indices.region = chunk.region;
         f(chunk);

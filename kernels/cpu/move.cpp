@@ -10,44 +10,46 @@
 namespace dcr {
 namespace {
 
-// Positions that are written before they are read back: what they touch is still in L2 then.
-constexpr size_t BLOCK = 2048;
-
 template <class W>
-void write(const Table& table, const uint32_t* positions, const W* bits, size_t K) {
-    for_chunks<W, true>(table, positions, K, [&](const Chunk<W>& chunk) {
-        chunk.each(positions, [bits = bits + chunk.from](W& element, size_t i) { element = bits[i]; });
-    });
+void write(const Chunk<W>& chunk, const uint32_t* positions, const W* bits) {
+    chunk.each(positions, [bits = bits + chunk.from](W& element, size_t i) { element = bits[i]; });
 }
 
 template <class W>
-size_t count_wrong(const Table& table, const uint32_t* positions, const W* bits, size_t K) {
+size_t count_wrong(const Chunk<W>& chunk, const uint32_t* positions, const W* bits) {
     size_t wrong = 0;
-    for_chunks<W, false>(table, positions, K, [&](const Chunk<W>& chunk) {
-        size_t found = 0;
-        chunk.each(positions, [&](const W& element, size_t i) { found += element != bits[chunk.from + i]; });
-        wrong += found;
-    });
+    chunk.each(positions, [&](const W& element, size_t i) { wrong += element != bits[chunk.from + i]; });
     return wrong;
+}
+
+// A chunk is read back when the one after it has been written: not while its own writes are still on their way.
+template <class W>
+size_t scatter_apart(const Table& table, const uint32_t* positions, const W* bits, size_t K) {
+    size_t wrong = 0;
+    Chunk<W> before;
+    for_chunks<W>(table, positions, K, [&](const Chunk<W>& chunk) {
+        write(chunk, positions, bits);
+        std::atomic_signal_fence(std::memory_order_seq_cst);
+        if (before.count) wrong += count_wrong(before, positions, bits);
+        before = chunk;
+    });
+    return before.count ? wrong + count_wrong(before, positions, bits) : wrong;
 }
 
 // Where two positions may share an element, nothing is read before all is written.
 template <class W>
 size_t scatter_bits(const Table& table, const uint32_t* positions, const W* bits, size_t K) {
-    const size_t block = K > BLOCK && table.is_injective() ? BLOCK : K;
+    if (table.is_injective()) return scatter_apart(table, positions, bits, K);
+    for_chunks<W>(table, positions, K, [&](const Chunk<W>& chunk) { write(chunk, positions, bits); });
+    std::atomic_signal_fence(std::memory_order_seq_cst);
     size_t wrong = 0;
-    for (size_t from = 0; from < K; from += block) {
-        const size_t n = std::min(block, K - from);
-        write(table, positions + from, bits + from, n);
-        std::atomic_signal_fence(std::memory_order_seq_cst);
-        wrong += count_wrong(table, positions + from, bits + from, n);
-    }
+    for_chunks<W>(table, positions, K, [&](const Chunk<W>& chunk) { wrong += count_wrong(chunk, positions, bits); });
     return wrong;
 }
 
 template <class W>
 void gather_bits(const Table& table, const uint32_t* positions, size_t K, W* out) {
-    for_chunks<W, false>(table, positions, K, [&](const Chunk<W>& chunk) {
+    for_chunks<W>(table, positions, K, [&](const Chunk<W>& chunk) {
         chunk.each(positions, [out = out + chunk.from](const W& element, size_t i) { out[i] = element; });
     });
 }
