@@ -16,10 +16,8 @@ from dcr.errors import DcrError
 from dcr.observe import Event, Summary
 from dcr.patch import Operation, Patch
 from dcr.pipeline import DROP, FunctionStage, Inbox, Outbox, Pipeline, stage
-from dcr.publish import Publisher
-from dcr.refit import Refit, Report
-from dcr.subscribe import Subscriber
-from dcr.version import Version
+from dcr.publish import Publisher, Refit, Report
+from dcr.subscribe import Subscriber, Version
 from dcr.wire import MemberRef
 
 if TYPE_CHECKING:

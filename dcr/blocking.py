@@ -16,10 +16,10 @@ from typing import Any
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from dcr.publish import Publisher as AsyncPublisher
-from dcr.refit import Refit as AsyncRefit
-from dcr.refit import Report
+from dcr.publish import Refit as AsyncRefit
+from dcr.publish import Report
 from dcr.subscribe import Subscriber as AsyncSubscriber
-from dcr.version import Version as AsyncVersion
+from dcr.subscribe import Version as AsyncVersion
 
 
 class Refit:

@@ -415,7 +415,7 @@ class Batching(Protocol):
 
 
 class RankLoader(Protocol[Share]):
-    """One of several ranks of a member, which `dcr.ranks.Ranks` joins; as `Loader`, but for what it says here.
+    """One of several ranks of a member, which `dcr.subscribe.Ranks` joins; as `Loader`, but for what it says here.
 
     A part is a region of one tensor that this rank holds, all of it; two of its parts share no element.
     """

@@ -14,9 +14,9 @@ from tensor_parallel import ToyRank
 from dcr.boxes import Box, Dim
 from dcr.frames import Region
 from dcr.loaders.module import ModuleLoader
-from dcr.ranks import Ranks
 from dcr.schema import TensorSpec
 from dcr.sources.module import ModuleSource
+from dcr.subscribe.ranks import Ranks
 
 # Few patterns, so that values often come back: zeros, -0.0, a NaN payload, a denormal, by their low and high bytes.
 OCTETS = np.array([0x00, 0x80, 0x7F, 0x01], np.uint8)

@@ -8,8 +8,8 @@ import socket
 
 from tensor_parallel import SPECS, ToyRank, values
 
-from dcr import workers
 from dcr.ready import Ready
+from dcr.subscribe import workers
 
 
 class Mortal(ToyRank):

@@ -16,21 +16,21 @@ import msgspec
 import numpy as np
 from switches import Switch, becomes, removed, together
 
-from dcr import chain, commit, digest, kernels, placement, ranks, reference, subscribe, wire
+from dcr import chain, commit, digest, kernels, placement, reference, wire
 from dcr.baseline import Baseline
 from dcr.commit import MAY_SERVE, Member, Receipt, Sender, Votes
 from dcr.errors import Poisoned
-from dcr.flight import Flights
-from dcr.ledger import Headship
-from dcr.part import Part
 from dcr.placement import Placement
 from dcr.publish import Publisher
-from dcr.rank import Prepared, Rank
-from dcr.ranks import Ranks
+from dcr.publish.flight import Flights
+from dcr.publish.ledger import Headship
+from dcr.publish.part import Part
 from dcr.stages import apply, construct
 from dcr.stages.construct import Construct, Whole
 from dcr.stages.transfer import Fetch
-from dcr.subscribe import Subscriber
+from dcr.subscribe import Subscriber, ranks, subscriber
+from dcr.subscribe.rank import Prepared, Rank
+from dcr.subscribe.ranks import Ranks
 from dcr.testing.memory import _MemberLink
 from dcr.wire import Ack, Head, Identity, Message, Open
 
@@ -257,7 +257,7 @@ def an_undo_that_failed_is_told(undo: Any) -> Any:
 
 
 def _serves_too(*states: Member) -> Switch:
-    return becomes(subscribe, "MAY_SERVE")(lambda before: MAY_SERVE | set(states))
+    return becomes(subscriber, "MAY_SERVE")(lambda before: MAY_SERVE | set(states))
 
 
 a_poisoned_member_does_not_serve = _serves_too(Member.POISONED)

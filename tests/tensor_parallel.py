@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from refits import Weights, random_bits, set_bits
 
-from dcr import reference, workers
+from dcr import reference
 from dcr.errors import ReadBackError, SchemaError
 from dcr.frames import Frame, Layout, Region
 from dcr.patch import Change
 from dcr.ready import Ready, Write
 from dcr.schema import Schema, TensorSpec, keys
+from dcr.subscribe import workers
 from dcr.views import Lanes, box_of
 
 SPECS = (

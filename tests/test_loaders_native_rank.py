@@ -13,8 +13,8 @@ from dcr.frames import FrameSpec, Layout, Region
 from dcr.loaders.engine import Pairs
 from dcr.loaders.native import NativeLoader, NativeRank
 from dcr.patch import Change, Operation
-from dcr.ranks import Ranks
 from dcr.schema import Schema, TensorSpec
+from dcr.subscribe.ranks import Ranks
 
 LAYOUT = Layout(Schema((TensorSpec("weight", "float32", (6,)),)), (FrameSpec("float32", (Region(0, 0, ((6, 1),)),)),))
 

@@ -15,10 +15,10 @@ from refits import FAST, publish
 from tensor_parallel import ToyRank, fill, parts, touched, toys, trainer_of, values
 
 import dcr
-from dcr import workers
 from dcr.errors import Poisoned, RankError, ReadBackError, StateError
 from dcr.loaders.session import Session
 from dcr.loaders.vllm import VllmLoader
+from dcr.subscribe import workers
 
 INSTALLED = ["pause", "start_weight_update", "finish_weight_update", "prefix", "mm", "encoder", "label 2", "resume"]
 

@@ -11,9 +11,9 @@ import publishing
 import pytest
 from ranks import run
 
-from dcr import meeting
 from dcr.errors import DcrError, DigestMismatch, RankError, RanksLost, StateError
-from dcr.meeting import Alone, Ranks
+from dcr.publish import meeting
+from dcr.publish.meeting import Alone, Ranks
 from dcr.testing.ranks import MemoryGroup
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,6 @@ from refits import Rollout, require_equal
 from rows import Model, Rows, Trainer, trainer
 
 import dcr
-from dcr import meeting
 from dcr.boxes import Box
 from dcr.errors import (
     DcrError,
@@ -28,7 +27,8 @@ from dcr.errors import (
 )
 from dcr.frames import Shard
 from dcr.observe import Event
-from dcr.refit import ResidualTensors
+from dcr.publish import meeting
+from dcr.publish.refit import ResidualTensors
 from dcr.schema import Schema
 from dcr.stages.compress import Parcel
 from dcr.testing.faults import FaultyTransport, flip_one_chunk, honest

@@ -16,8 +16,8 @@ from dcr import reference
 from dcr.errors import DigestMismatch, LayoutError, Poisoned, ReadBackError, StateError
 from dcr.frames import FrameSpec, Layout, Region
 from dcr.patch import Change, Operation
-from dcr.ranks import Ranks
 from dcr.schema import keys
+from dcr.subscribe.ranks import Ranks
 
 
 def layout(frame_elems: int = 40) -> Layout:

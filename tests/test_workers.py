@@ -19,10 +19,10 @@ from refits import FAST, publish
 from tensor_parallel import SPECS, ToyRank, fill, touched, toys, trainer_of, values
 
 import dcr
-from dcr import workers
 from dcr.errors import Poisoned, RankError, SchemaError, WireError
-from dcr.ranks import Ranks
 from dcr.ready import Ready
+from dcr.subscribe import workers
+from dcr.subscribe.ranks import Ranks
 
 REGION = dcr.frames.Region(0, 0, ((60, 1),))
 

@@ -231,7 +231,7 @@ def _home(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 class NativeRank:
-    """One of several ranks of an engine, as `dcr.ranks.Ranks` joins them; otherwise as `NativeLoader`."""
+    """One of several ranks of an engine, as `dcr.subscribe.Ranks` joins them; otherwise as `NativeLoader`."""
 
     def __init__(self, engine: Engine, *, waive: Sequence[str] = ()) -> None:
         self._loader = NativeLoader(engine, waive=waive, partial=True)

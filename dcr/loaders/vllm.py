@@ -17,14 +17,14 @@ from typing import Any, Literal
 import anyio.from_thread
 import anyio.to_thread
 
-from dcr import workers
 from dcr.errors import Poisoned, StateError
 from dcr.frames import Layout
 from dcr.patch import Change
-from dcr.ranks import Joint, Ranks
-from dcr.version import Version
+from dcr.subscribe import workers
+from dcr.subscribe.ranks import Joint, Ranks
+from dcr.subscribe.version import Version
+from dcr.subscribe.workers import Worker
 from dcr.views import Lanes
-from dcr.workers import Worker
 
 
 def register() -> None:
@@ -40,7 +40,8 @@ class VllmLoader:
 
     pause: what happens to requests that run when a version is installed: "keep" freezes them, and they go on with new
     weights; "wait" lets them end; "abort" ends them. An `LLM` runs nothing between two calls and is not paused.
-    waive: patterns (as in fnmatch) of published names that this engine may not have. host: see `dcr.workers.listening`.
+    waive: patterns (as in fnmatch) of published names that this engine may not have. host: see
+    `dcr.subscribe.workers.listening`.
     timeout_s: how long a worker may take for one answer; recording a model takes several loads of it.
     """
 

@@ -28,11 +28,11 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.utils import device_loading_context
 
-from dcr import workers
 from dcr.errors import StateError
 from dcr.loaders.engine import Pairs
 from dcr.loaders.native import NativeRank
 from dcr.loaders.session import Session
+from dcr.subscribe import workers
 
 # Buffers that vLLM makes itself; a checkpoint may bring them (an fp8 KV cache's scales), and need not.
 OWN = ("*._k_scale", "*._v_scale", "*._q_scale", "*._prob_scale")

@@ -36,10 +36,10 @@ from dcr.errors import (
     WireError,
 )
 from dcr.observe import Event, Observer, ignore
-from dcr.rank import Prepared, Rank, find_codec, reader
 from dcr.seams import BasedCodec, Codec, Link, Loader, Run, Store, Transport
 from dcr.stages.transfer import Aborted, Superseded
-from dcr.version import Version
+from dcr.subscribe.rank import Prepared, Rank, find_codec, reader
+from dcr.subscribe.version import Version
 from dcr.wire import Abort, Ack, Chunk, Head, Header, Identity, Join, Leave, MemberRef, Message, Nack, Open
 
 LEAVE_TIMEOUT_S = 5.0

@@ -23,14 +23,14 @@ from dcr.budget import ByteBudget, MiB
 from dcr.choice import LEVELS, Chooser
 from dcr.closing import Contexts, started
 from dcr.errors import StateError
-from dcr.flight import Flights
 from dcr.frames import FRAME_ELEMS
-from dcr.leader import Leader, Standing
-from dcr.meeting import Alone, Ranks
 from dcr.observe import Event, Observer, ignore
-from dcr.part import Part, Plan, require_one_schema
 from dcr.patch import Operation
-from dcr.refit import Refit
+from dcr.publish.flight import Flights
+from dcr.publish.leader import Leader, Standing
+from dcr.publish.meeting import Alone, Ranks
+from dcr.publish.part import Part, Plan, require_one_schema
+from dcr.publish.refit import Refit
 from dcr.seams import BasedCodec, Codec, Group, Run, Source, Stage, Transport, Writer
 from dcr.views import Lanes
 from dcr.wire import Head

@@ -12,10 +12,10 @@ from dcr import digest, frames
 from dcr.commit import Votes
 from dcr.errors import DcrError, WireError
 from dcr.frames import Layout
-from dcr.ledger import Headship
 from dcr.observe import Event, Observer
-from dcr.refit import Refit
-from dcr.roster import Roster
+from dcr.publish.ledger import Headship
+from dcr.publish.refit import Refit
+from dcr.publish.roster import Roster
 from dcr.seams import Link, Run
 from dcr.views import Lanes
 from dcr.wire import Abort, ChunkRef, Commit, Head, Identity, MemberRef, Message, Open, Seal

@@ -25,12 +25,12 @@ from dcr import choice, digest
 from dcr.budget import ByteBudget
 from dcr.choice import Chooser
 from dcr.errors import Fenced, NotCommittedError, RanksLost, StateError, VoteError
-from dcr.leader import COMMIT_TIMEOUT_S, Call, Leader, Opened, Outcome
-from dcr.meeting import Ranks
 from dcr.observe import Event, Observer, Summary
-from dcr.part import Part, Shipped
 from dcr.patch import Operation
-from dcr.refit import Refit, Report
+from dcr.publish.leader import COMMIT_TIMEOUT_S, Call, Leader, Opened, Outcome
+from dcr.publish.meeting import Ranks
+from dcr.publish.part import Part, Shipped
+from dcr.publish.refit import Refit, Report
 from dcr.seams import BasedCodec, Codec, Writer
 from dcr.stages.compress import Compress
 from dcr.views import Lanes

@@ -10,7 +10,7 @@ import anyio
 from dcr.commit import Votes
 from dcr.errors import PayloadError
 from dcr.observe import Event, Observer
-from dcr.refit import Refit
+from dcr.publish.refit import Refit
 from dcr.wire import Ack, Identity, Join, Leave, MemberRef, Message, Nack
 
 

@@ -20,7 +20,7 @@ from dcr.observe import Event, Observer, Summary
 from dcr.patch import Patch
 from dcr.pipeline import Pipeline
 from dcr.placement import canonical_table
-from dcr.refit import ResidualTensors
+from dcr.publish.refit import ResidualTensors
 from dcr.schema import Schema
 from dcr.seams import Residual, Source, Stage, Writer
 from dcr.stages.compress import Compress
