@@ -1,0 +1,30 @@
+"""The protocols that join the rooms. Whatever has these members fits; nothing need be imported to implement them."""
+
+from __future__ import annotations
+
+from dcr.seams.codec import BasedCodec, Codec
+from dcr.seams.loader import Batching, Loader, RankLoader, RankReady, Readable, Undoable
+from dcr.seams.source import Group, Residual, Source
+from dcr.seams.stage import Stage
+from dcr.seams.transport import Ledger, Link, Run, Store, Transport, Writer
+
+__all__ = [
+    "BasedCodec",
+    "Batching",
+    "Codec",
+    "Group",
+    "Ledger",
+    "Link",
+    "Loader",
+    "RankLoader",
+    "RankReady",
+    "Readable",
+    "Residual",
+    "Run",
+    "Source",
+    "Stage",
+    "Store",
+    "Transport",
+    "Undoable",
+    "Writer",
+]
