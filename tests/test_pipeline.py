@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import dcr.pipeline
 from dcr.errors import StateError
 from dcr.observe import Event, StageStatistics, Summary
-from dcr.pipeline import DROP, FunctionStage, Inbox, Outbox, Pipeline, gather_bare, stage
+from dcr.pipeline import DROP, FunctionStage, Inbox, Outbox, Pipeline, gather_bare, meter, queues, runner, stage
 
 
 class Held:
@@ -710,7 +709,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(dcr.pipeline, "time", made)
+    for module in (meter, queues, runner):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 

@@ -1,0 +1,86 @@
+"""What one stage of a pipeline does, item by item: counted for its statistics, told to an observer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from dcr.observe import Event, Observer, StageStatistics, ignore
+
+
+@dataclass(slots=True)
+class _Work:
+    """One item in one worker's hands. Times are seconds."""
+
+    item: Any
+    wait_s: float
+    began_s: float
+    blocked_s: float = 0.0
+
+
+class Meter:
+    """Counts what one stage does, item by item, and tells an observer."""
+
+    def __init__(self, name: str, workers: int, version: int | None, observe: Observer) -> None:
+        self.name = name
+        self.workers = workers
+        self.items = 0
+        self.nbytes = 0
+        self.blocked_in_s = 0.0
+        self.blocked_out_s = 0.0
+        self.started_s = time.monotonic()
+        self.ended_s = self.started_s
+        self._version = version
+        self._observe = observe
+        self._in_hand: dict[int, _Work] = {}  # by the task that works on it
+
+    def asked(self) -> None:
+        """A worker asks for its next item: it is done with the one before."""
+        work = self._in_hand.pop(anyio.get_current_task().id, None)
+        if work is not None and self._observe is not ignore:
+            self._observe(self._event(work))
+
+    def took(self, item: Any, wait_s: float) -> None:
+        """A worker has got an item, after waiting for it."""
+        now_s = time.monotonic()
+        self.items += 1
+        self.nbytes += getattr(item, "nbytes", 0)
+        self._in_hand[anyio.get_current_task().id] = _Work(item, wait_s, now_s)
+
+    def blocked(self, blocked_s: float) -> None:
+        """A worker could not go on."""
+        self.blocked_out_s += blocked_s
+        work = self._in_hand.get(anyio.get_current_task().id)
+        if work is not None:
+            work.blocked_s += blocked_s
+
+    def ended(self) -> None:
+        """The stage has ended; so has every item that was still in hand."""
+        self.ended_s = time.monotonic()
+        for work in self._in_hand.values():
+            self._observe(self._event(work))
+        self._in_hand.clear()
+
+    def _event(self, work: _Work) -> Event:
+        now_s, item = time.monotonic(), work.item
+        return Event(
+            "worked",
+            self._version,
+            frame=item if isinstance(item, int) else getattr(item, "number", None),
+            nbytes=getattr(item, "nbytes", None),
+            stage=self.name,
+            wait_s=work.wait_s,
+            work_s=now_s - work.began_s - work.blocked_s,
+            blocked_s=work.blocked_s,
+            at_s=now_s,
+        )
+
+    def statistics(self) -> StageStatistics:
+        lifetime_s = (self.ended_s - self.started_s) * self.workers
+        busy_s = max(0.0, lifetime_s - self.blocked_in_s - self.blocked_out_s)
+        return StageStatistics(
+            self.name, self.workers, self.items, self.nbytes, busy_s, self.blocked_in_s, self.blocked_out_s
+        )
