@@ -250,7 +250,7 @@ def parse(data: bytes) -> Message:
 def chunk_digest(frame: int, codec: str, operation: int, changed: int, content: bytes, body: bytes) -> bytes:
     """The digest (32 bytes) that binds a chunk's body to what its header says of it."""
     fields = msgspec.msgpack.encode((frame, codec, operation, changed, content))
-    return hashlib.blake2b(fields + hashlib.blake2b(body).digest(), digest_size=32).digest()
+    return hashlib.sha256(fields + hashlib.sha256(body).digest()).digest()
 
 
 def check_chunk(chunk: Chunk, body: bytes) -> None:

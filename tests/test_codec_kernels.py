@@ -216,6 +216,12 @@ def test_streams_of_every_remainder_come_back(n: int) -> None:
     packing_agrees((np.random.default_rng(n).geometric(0.4, n) - 1).astype(np.uint8))
 
 
+@pytest.mark.parametrize("mean", [2, 10, 30, 50, 60, 70, 80, 100, 140, 200, 300])
+def test_long_streams_of_codes_of_any_mean_length_agree(mean: int) -> None:
+    """Strings of several codes are as long as fits a word, and longer, behind any number of bits left over."""
+    packing_agrees((np.random.default_rng(mean).geometric(1 / mean, 40_000) % 256).astype(np.uint8))
+
+
 @examples
 @given(st.integers(0, 2**32), st.integers(1, 256), st.integers(0, 3000), st.floats(0.2, 4))
 @example(0, 256, 3000, 0.2)

@@ -134,45 +134,63 @@ DCR_INLINE uint64_t little_word(const uint8_t* at) {
     return word;
 }
 
-// Byte i goes to lane i % LANES. Four codes fit a word behind what a byte boundary left over: 4 * 12 + 7 bits.
-// As long as a lane has 64 codes to come, of one bit at least, a whole word can be stored into it.
+// A bit stream that is being written; `word` holds the bits that do not fill a byte yet, `held` says how many.
+struct BitLane {
+    uint8_t* out;
+    uint64_t word = 0;
+    unsigned held = 0;
+
+    static constexpr unsigned MOST = 56;  // behind the 7 that may be held, and then the word is not yet full
+
+    // Appends up to MOST bits. Stores a whole word: 8 bytes from `out` on have to be the lane's.
+    DCR_INLINE void put(uint64_t bits, unsigned count) {
+        const uint64_t all = word | bits << held;
+        const unsigned reached = held + count;
+        std::memcpy(out, &all, sizeof all);
+        out += reached / 8;
+        word = all >> (reached & ~7u);
+        held = reached & 7;
+    }
+};
+
+// Codes of a lane that are still to come, of one bit at least, for whole words to be stored into it.
+constexpr size_t CODES_AHEAD = 64;
+
+// The rest of data [n], from i on, byte by byte.
+DCR_INLINE void finish_bits(BitLane* lanes, const uint8_t* data, size_t i, size_t n, const uint32_t* codes) {
+    for (; i < n; ++i) {
+        BitLane& lane = lanes[i % LANES];
+        const uint32_t code = codes[data[i]];
+        lane.word |= uint64_t(code & 0xFFFF) << lane.held;
+        for (lane.held += code >> 16; lane.held >= 8; lane.held -= 8, lane.word >>= 8) *lane.out++ = uint8_t(lane.word);
+    }
+    for (size_t lane = 0; lane < LANES; ++lane)
+        if (lanes[lane].held) *lanes[lane].out = uint8_t(lanes[lane].word);
+}
+
+// Byte i goes to lane i % LANES. Four codes, 48 bits at most, are put at once.
 DCR_INLINE void write_bits_body(const uint8_t* data, size_t n, const uint32_t* codes, uint8_t* const* starts) {
-    constexpr size_t STEP = 4 * LANES, AHEAD = 64 * LANES;
-    struct Lane {
-        uint8_t* out;
+    constexpr size_t STEP = 4 * LANES;
+    BitLane lane0{starts[0]}, lane1{starts[1]}, lane2{starts[2]}, lane3{starts[3]};
+    const auto four = [&](BitLane& lane, const uint8_t* from) __attribute__((always_inline)) {
         uint64_t word = 0;
-        unsigned held = 0;  // bits in `word`
-    };
-    Lane lane0{starts[0]}, lane1{starts[1]}, lane2{starts[2]}, lane3{starts[3]};
-    const auto four = [&](Lane& lane, const uint8_t* from) __attribute__((always_inline)) {
-        uint64_t word = lane.word;
-        unsigned bits = lane.held;
+        unsigned bits = 0;
         for (size_t j = 0; j < 4; ++j) {
             const uint32_t code = codes[from[LANES * j]];
             word |= uint64_t(code & 0xFFFF) << bits;
             bits += code >> 16;
         }
-        std::memcpy(lane.out, &word, sizeof word);
-        lane.out += bits / 8;
-        lane.word = word >> (bits & ~7u);
-        lane.held = bits & 7;
+        lane.put(word, bits);
     };
     size_t i = 0;
-    for (; i + STEP + AHEAD <= n; i += STEP) {
+    for (; i + STEP + CODES_AHEAD * LANES <= n; i += STEP) {
         four(lane0, data + i);
         four(lane1, data + i + 1);
         four(lane2, data + i + 2);
         four(lane3, data + i + 3);
     }
-    Lane lanes[LANES] = {lane0, lane1, lane2, lane3};
-    for (; i < n; ++i) {
-        Lane& lane = lanes[i % LANES];
-        const uint32_t code = codes[data[i]];
-        lane.word |= uint64_t(code & 0xFFFF) << lane.held;
-        for (lane.held += code >> 16; lane.held >= 8; lane.held -= 8, lane.word >>= 8) *lane.out++ = uint8_t(lane.word);
-    }
-    for (const Lane& lane : lanes)
-        if (lane.held) *lane.out = uint8_t(lane.word);
+    BitLane lanes[LANES] = {lane0, lane1, lane2, lane3};
+    finish_bits(lanes, data, i, n, codes);
 }
 
 // The bits from `at` on, at least LONGEST of them; zeros follow the end.

@@ -1,4 +1,4 @@
-// AVX-512 with VBMI2: sixteen gaps at a time in both directions.
+// AVX-512 with VBMI and VBMI2: sixteen gaps at a time in both directions, 64 bytes to code at a time.
 #include "coders.hpp"
 
 #if defined(__x86_64__)
@@ -9,10 +9,10 @@
 #include <immintrin.h>
 
 #if defined(__clang__)
-#define DCR_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,bmi,bmi2,popcnt")))
+#define DCR_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,bmi,bmi2,popcnt")))
 #else  // gcc keeps plain loops to 32 bytes unless it is told
 #define DCR_TARGET \
-    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,bmi,bmi2,popcnt,prefer-vector-width=512")))
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,bmi,bmi2,popcnt,prefer-vector-width=512")))
 #endif
 
 namespace dcr {
@@ -91,8 +91,105 @@ DCR_TARGET size_t decode(const uint8_t* symbols, size_t n, W* values) {
     return decode_symbols_body(symbols, n, values);
 }
 
+// A table of 256 bytes in registers.
+struct ByteTable {
+    __m512i parts[4];
+
+    DCR_TARGET DCR_INLINE explicit ByteTable(const uint8_t* bytes) {
+        for (int part = 0; part < 4; ++part) parts[part] = _mm512_loadu_si512(bytes + 64 * part);
+    }
+    DCR_TARGET DCR_INLINE __m512i operator[](__m512i indices) const {
+        return _mm512_mask_blend_epi8(_mm512_movepi8_mask(indices),
+                                      _mm512_permutex2var_epi8(parts[0], indices, parts[1]),
+                                      _mm512_permutex2var_epi8(parts[2], indices, parts[3]));
+    }
+};
+
+// Strings of bits, each in 64, and their lengths.
+struct Strings {
+    __m512i bits, lengths;
+};
+
+// Eight times four codes, each in 16 bits with its length in the upper four, as eight strings of 48 bits at most.
+DCR_TARGET DCR_INLINE Strings strung(__m512i codes) {
+    const __m512i code = _mm512_set1_epi32(0xFFF), length = _mm512_set1_epi32(0xF);
+    const __m512i first_length = _mm512_and_si512(_mm512_srli_epi32(codes, 12), length);
+    const __m512i second = _mm512_and_si512(_mm512_srli_epi32(codes, 16), code);
+    const __m512i pairs = _mm512_or_si512(_mm512_and_si512(codes, code), _mm512_sllv_epi32(second, first_length));
+    const __m512i lengths = _mm512_add_epi32(first_length, _mm512_srli_epi32(codes, 28));
+    const __m512i low = _mm512_set1_epi64(0xFFFFFFFF), low_length = _mm512_and_si512(lengths, low);
+    return {_mm512_or_si512(_mm512_and_si512(pairs, low), _mm512_sllv_epi64(_mm512_srli_epi64(pairs, 32), low_length)),
+            _mm512_add_epi64(low_length, _mm512_srli_epi64(lengths, 32))};
+}
+
+// Strings 0, 1, 4 and 5, each with the one two places on behind it.
+constexpr __mmask8 DOUBLED = 0x33;
+DCR_TARGET DCR_INLINE Strings doubled(Strings strings) {
+    const __m512i bits = _mm512_permutex_epi64(strings.bits, 0xEE);
+    return {_mm512_or_si512(strings.bits, _mm512_sllv_epi64(bits, strings.lengths)),
+            _mm512_add_epi64(strings.lengths, _mm512_permutex_epi64(strings.lengths, 0xEE))};
+}
+
+// The codes of 64 bytes of data, in memory: strings 0, STEP, ... of `even` go to lane 0, the next ones to lane 1, those of
+// `odd` to lanes 2 and 3. Usually eight codes fit one string.
+struct Block {
+    struct alignas(64) Stored {
+        uint64_t bits[8], lengths[8];
+    } even, odd;
+    bool is_doubled;
+
+    DCR_TARGET DCR_INLINE void store(Strings evens, Strings odds) {
+        const __m512i most = _mm512_set1_epi64(BitLane::MOST);
+        const Strings evens2 = doubled(evens), odds2 = doubled(odds);
+        const __mmask8 wide = _mm512_mask_cmpgt_epu64_mask(DOUBLED, evens2.lengths, most) |
+                              _mm512_mask_cmpgt_epu64_mask(DOUBLED, odds2.lengths, most);
+        is_doubled = wide == 0;
+        store(is_doubled ? evens2 : evens, even);
+        store(is_doubled ? odds2 : odds, odd);
+    }
+    template <size_t STEP>
+    DCR_INLINE void put(BitLane& lane0, BitLane& lane1, BitLane& lane2, BitLane& lane3) const {
+        for (size_t at = 0; at < 8; at += STEP) {
+            lane0.put(even.bits[at], unsigned(even.lengths[at]));
+            lane1.put(even.bits[at + 1], unsigned(even.lengths[at + 1]));
+            lane2.put(odd.bits[at], unsigned(odd.lengths[at]));
+            lane3.put(odd.bits[at + 1], unsigned(odd.lengths[at + 1]));
+        }
+    }
+
+  private:
+    DCR_TARGET DCR_INLINE static void store(Strings strings, Stored& to) {
+        _mm512_store_si512(to.bits, strings.bits);
+        _mm512_store_si512(to.lengths, strings.lengths);
+    }
+};
+
+// 64 bytes at a time; within 16 of them each lane has four. A block is put while the next one is being looked up: what has
+// just been stored as a vector can't be read back in parts at once.
 DCR_TARGET void write_bits(const uint8_t* data, size_t n, const uint32_t* codes, uint8_t* const* starts) {
-    write_bits_body(data, n, codes, starts);
+    static_assert(LANES == 4 && LONGEST == 12);
+    uint8_t low[256], high[256];  // of a code with its length above it
+    for (size_t byte = 0; byte < 256; ++byte) {
+        low[byte] = uint8_t(codes[byte]);
+        high[byte] = uint8_t((codes[byte] >> 8 & 0xF) | codes[byte] >> 16 << 4);
+    }
+    const ByteTable lows(low), highs(high);
+    const __m512i by_lane = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    BitLane lane0{starts[0]}, lane1{starts[1]}, lane2{starts[2]}, lane3{starts[3]};
+    Block blocks[2];
+    const auto put = [&](const Block& block) __attribute__((always_inline)) {
+        block.is_doubled ? block.put<4>(lane0, lane1, lane2, lane3) : block.put<2>(lane0, lane1, lane2, lane3);
+    };
+    size_t i = 0;
+    for (; i + 64 + CODES_AHEAD * LANES <= n; i += 64) {
+        const __m512i bytes = _mm512_shuffle_epi8(_mm512_loadu_si512(data + i), by_lane);
+        const __m512i lower = lows[bytes], upper = highs[bytes];
+        blocks[i / 64 % 2].store(strung(_mm512_unpacklo_epi8(lower, upper)), strung(_mm512_unpackhi_epi8(lower, upper)));
+        if (i) put(blocks[(i / 64 + 1) % 2]);
+    }
+    if (i) put(blocks[(i / 64 + 1) % 2]);
+    BitLane lanes[LANES] = {lane0, lane1, lane2, lane3};
+    finish_bits(lanes, data, i, n, codes);
 }
 
 DCR_TARGET void read_bits(const uint8_t* packed, const uint16_t* table, uint64_t* at, const size_t* ends, size_t n,

@@ -26,9 +26,10 @@ std::vector<Level> detect() {
         !has_f16c())
         return found;
     found.push_back({"avx2", &AVX2, &AVX2_CODERS, &AVX2_CLASSERS});
-    // VBMI2 brings compress of 8- and 16-bit lanes: Ice Lake, Zen 4 and later.
+    // VBMI looks bytes up in tables, VBMI2 compresses 8- and 16-bit lanes: Ice Lake, Zen 4 and later.
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi2"))
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi") &&
+        __builtin_cpu_supports("avx512vbmi2"))
         found.push_back({"avx512", &AVX512, &AVX512_CODERS, &AVX512_CLASSERS});
 #endif
     return found;
