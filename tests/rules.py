@@ -23,12 +23,15 @@ from dcr.errors import Poisoned
 from dcr.placement import Placement
 from dcr.publish import Publisher
 from dcr.publish.flight import Flights
-from dcr.publish.ledger import Headship
+from dcr.publish.headship import Headship
 from dcr.publish.part import Part
 from dcr.stages import apply, construct
 from dcr.stages.construct import Construct, Whole
 from dcr.stages.transfer import Fetch
 from dcr.subscribe import Subscriber, ranks, subscriber
+from dcr.subscribe.attempts import Attempts
+from dcr.subscribe.backlog import Backlog
+from dcr.subscribe.membership import Membership
 from dcr.subscribe.rank import Prepared, Rank
 from dcr.subscribe.ranks import Ranks
 from dcr.testing.memory import _MemberLink
@@ -39,29 +42,29 @@ U64 = np.uint64
 # ---------------------------------------------------------------------- only what is committed
 
 
-@becomes(Subscriber, "_outcome")
+@becomes(Attempts, "_outcome")
 def installed_after_the_commit(outcome: Any) -> Any:
-    async def at_once(self: Subscriber, identity: Identity) -> bool:
+    async def at_once(self: Attempts, identity: Identity) -> bool:
         return True
 
     return at_once
 
 
-@becomes(Subscriber, "_committed")
+@becomes(Membership, "committed")
 def the_head_is_followed(committed: Any) -> Any:
-    async def newest_seal(self: Subscriber) -> Identity | None:
-        head, store = await committed(self), self._run.store
+    async def newest_seal(self: Membership) -> Identity | None:
+        head, store = await committed(self), self.store
         sealed = await store.attempts(await store.newest()) if store and head else []
         return sealed[-1] if sealed else head
 
     return newest_seal
 
 
-@becomes(Subscriber, "_outcome")
+@becomes(Attempts, "_outcome")
 def a_commit_names_the_attempt(outcome: Any) -> Any:
-    async def by_number(self: Subscriber, identity: Identity) -> bool:
-        while (committed := await self._committed()) is None or committed.version < identity.version:
-            message = await self._next()
+    async def by_number(self: Attempts, identity: Identity) -> bool:
+        while (committed := await self._member.committed()) is None or committed.version < identity.version:
+            message = await self._member.next()
             if message is not None and isinstance(message.header, wire.Abort):
                 return False
         return committed.version == identity.version
@@ -266,14 +269,18 @@ a_member_that_writes_does_not_serve = _serves_too(Member.INSTALLING, Member.SEED
 
 @becomes(Subscriber, "version")
 def a_label_follows_the_installation(version: Any) -> Any:
-    return property(lambda self: self._head.identity.version if self._holds and self._head else None)
+    def of_the_head(self: Subscriber) -> int | None:
+        member = self._member
+        return member.head.identity.version if member and member.holds and member.head else None
+
+    return property(of_the_head)
 
 
-@becomes(Subscriber, "_doubt")
+@becomes(Membership, "doubt")
 def memory_in_doubt_is_read(doubt: Any) -> Any:
-    async def trusted(self: Subscriber, identity: Identity, error: Exception) -> bool:
-        if self._holds is not None:
-            self._move("dropped")
+    async def trusted(self: Membership, identity: Identity, error: Exception) -> bool:
+        if self.holds is not None:
+            self.move("dropped")
         return False
 
     return trusted
@@ -282,13 +289,14 @@ def memory_in_doubt_is_read(doubt: Any) -> Any:
 what_was_seeded_is_read = removed(Rank, "require_root")
 
 
-@becomes(Subscriber, "_recognise")
+@becomes(Backlog, "recognise")
 def weights_are_recognised_by_their_bits(recognise: Any) -> Any:
-    async def believed(self: Subscriber) -> None:
-        head = await self._committed()
-        if head is not None and self._run.store is not None:
-            await self._rank.bind((await self._run.store.describe(head))[0])
-            self._hold(head)
+    async def believed(self: Backlog) -> None:
+        member = self._member
+        head = await member.committed()
+        if head is not None and member.store is not None:
+            await member.rank.bind((await member.store.describe(head))[0])
+            member.hold(head)
 
     return believed
 

@@ -21,7 +21,7 @@ from tensor_parallel import SPECS, ToyRank, fill, touched, toys, trainer_of, val
 import dcr
 from dcr.errors import Poisoned, RankError, SchemaError, WireError
 from dcr.ready import Ready
-from dcr.subscribe import workers
+from dcr.subscribe import calls, workers
 from dcr.subscribe.ranks import Ranks
 
 REGION = dcr.frames.Region(0, 0, ((60, 1),))
@@ -104,24 +104,24 @@ async def test_a_member_whose_worker_is_killed_before_a_version_refuses_it_and_e
 # ------------------------------------------------------------------ who connects
 
 
-def connect(address: Path, hello: workers.Hello | bytes) -> socket.socket:
+def connect(address: Path, hello: calls.Hello | bytes) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(address))
     if isinstance(hello, bytes):
         connection.sendall(hello)
     else:
-        workers._send(connection, hello)
+        calls.send(connection, hello)
     return connection
 
 
 @pytest.mark.parametrize(
     ("hellos", "said"),
     [
-        ([workers.Hello(b"other", 0, 2)], "another key"),
-        ([workers.Hello(b"key", 0, 3)], "found rank 0 of 3"),
-        ([workers.Hello(b"key", 2, 2)], "found rank 2 of 2"),
-        ([workers.Hello(b"key", 1, 2), workers.Hello(b"key", 1, 2)], "found rank 1 of 2"),
-        ([workers.Hello(b"key", 1, 2)], "1 of 2 ranks connected"),
+        ([calls.Hello(b"other", 0, 2)], "another key"),
+        ([calls.Hello(b"key", 0, 3)], "found rank 0 of 3"),
+        ([calls.Hello(b"key", 2, 2)], "found rank 2 of 2"),
+        ([calls.Hello(b"key", 1, 2), calls.Hello(b"key", 1, 2)], "found rank 1 of 2"),
+        ([calls.Hello(b"key", 1, 2)], "1 of 2 ranks connected"),
         ([b"GET / HTTP/1.1\r\n\r\n"], "not a message"),
     ],
 )
@@ -140,7 +140,7 @@ def served(loader: Any) -> workers.Worker:
     here, there = socket.socketpair()
     told = {"key": b"key", "rank": 0, "world": 1}
     threading.Thread(target=workers.serve, args=(there, loader), kwargs=told, daemon=True).start()
-    workers._receive(here, workers.Hello)
+    calls.receive(here, calls.Hello)
     return workers.Worker(here, rank=0, timeout_s=0.2)
 
 

@@ -13,7 +13,7 @@ from dcr.commit import Votes
 from dcr.errors import DcrError, WireError
 from dcr.frames import Layout
 from dcr.observe import Event, Observer
-from dcr.publish.ledger import Headship
+from dcr.publish.headship import Headship
 from dcr.publish.refit import Refit
 from dcr.publish.roster import Roster
 from dcr.seams import Link, Run

@@ -6,10 +6,6 @@ The worker connects and serves (`serve`), the member's process calls (`Worker`):
 is prepared stays in the worker; the caller holds a handle, and what it has let go of is freed with the next request.
 A change crosses decoded, so that it is decoded once per member and not once per rank. Whoever may open the socket is
 trusted with the weights: keep its directory private.
-
-    prefix   magic 4 bytes | header size u32 | body size u64      (little-endian)
-    header   one msgpack-encoded request or answer, typed
-    body     bind: the layout; prepare: positions, then values; answers: digest sums
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ from __future__ import annotations
 import hmac
 import itertools
 import socket
-import struct
 import threading
 import weakref
 from collections import deque
@@ -27,7 +22,6 @@ from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from dcr import digest, errors, frames
@@ -35,96 +29,28 @@ from dcr.errors import DcrError, RankError, WireError
 from dcr.frames import Layout, Region
 from dcr.patch import Change, Operation
 from dcr.seams import RankLoader, RankReady
+from dcr.subscribe.calls import (
+    Answer,
+    Bind,
+    Buffer,
+    Call,
+    Digest,
+    Done,
+    Epoch,
+    Failed,
+    Hello,
+    Install,
+    Parts,
+    Prepare,
+    Request,
+    Settle,
+    Shared,
+    Undo,
+    octets,
+    receive,
+    send,
+)
 from dcr.views import UNSIGNED, Lanes
-
-MAGIC = b"DCRW"
-PREFIX = struct.Struct("<4sIQ")
-MAX_HEADER_BYTES = 1 << 28
-MAX_BODY_BYTES = 1 << 34
-PIECE_BYTES = 1 << 22
-
-Buffer = bytes | memoryview
-
-
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A worker's first words: the key that it was told, and which rank it is, of how many."""
-
-    key: bytes
-    rank: int
-    world: int
-
-
-class Bind(msgspec.Struct, frozen=True, tag="bind"):
-    pass
-
-
-class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
-    pass
-
-
-class Digest(msgspec.Struct, frozen=True, tag="digest"):
-    pass
-
-
-class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """ticket: the caller's name for what will be ready. width: bytes per value; positions None: all elements."""
-
-    ticket: int
-    frame: int
-    operation: int
-    width: int
-    positions: int | None
-
-
-class Install(msgspec.Struct, frozen=True, tag="install"):
-    tickets: tuple[int, ...]
-
-
-class Undo(msgspec.Struct, frozen=True, tag="undo"):
-    ticket: int
-
-
-class Settle(msgspec.Struct, frozen=True, tag="settle"):
-    pass
-
-
-Request = Bind | Epoch | Digest | Prepare | Install | Undo | Settle
-
-
-class Call(msgspec.Struct, frozen=True):
-    """A request, and the tickets of what the caller has let go of."""
-
-    request: Request
-    forget: tuple[int, ...] = ()
-
-
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """It is done; digests are in the body."""
-
-
-class Parts(msgspec.Struct, frozen=True, tag="parts"):
-    """What `bind` returned."""
-
-    regions: tuple[Region, ...]
-
-
-class Shared(msgspec.Struct, frozen=True, tag="shared"):
-    """What `prepare` returned, but for the sums: old and then new ones are in the body."""
-
-    parts: tuple[int, ...]
-    changed: int
-    nbytes: int
-    copies_agree: bool
-
-
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """What was raised: the name of one of dcr's errors, or of any other."""
-
-    kind: str
-    message: str
-
-
-Answer = Done | Parts | Shared | Failed
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -177,8 +103,8 @@ class Worker:
         ticket, positions = next(self._tickets), change.positions
         count = None if positions is None else len(positions)
         request = Prepare(ticket, frame, change.operation, change.values.itemsize, count)
-        body = [] if positions is None else [_octets(positions)]
-        answer, sums = self._call(request, *body, _octets(change.values))
+        body = [] if positions is None else [octets(positions)]
+        answer, sums = self._call(request, *body, octets(change.values))
         assert isinstance(answer, Shared)
         old, new = np.split(digest.unpack(sums), 2)
         share = Share(ticket, frame, answer.parts, answer.changed, answer.nbytes, old, new, answer.copies_agree)
@@ -214,8 +140,8 @@ class Worker:
         try:
             with self._lock:
                 forget = tuple(self._let_go.popleft() for _ in range(len(self._let_go)))
-                _send(self._connection, Call(request, forget), *body)
-                answer, data = _receive(self._connection, Answer)
+                send(self._connection, Call(request, forget), *body)
+                answer, data = receive(self._connection, Answer)
         except (OSError, WireError) as error:
             self.close()  # an answer may still come: what is asked next would take it for its own
             verb = type(request).__name__.lower()
@@ -281,7 +207,7 @@ def accept(
                 connection, _ = listener.accept()
                 failed.enter_context(connection)
                 connection.settimeout(timeout_s)
-                hello, _ = _receive(connection, Hello)
+                hello, _ = receive(connection, Hello)
             except (OSError, WireError) as error:
                 raise RankError(f"{len(connected)} of {world} ranks connected: {error}") from error
             if not hmac.compare_digest(hello.key, key):
@@ -301,13 +227,13 @@ def serve(connection: socket.socket, loader: RankLoader[Any], *, key: bytes, ran
     """
     readies: dict[int, RankReady] = {}
     with connection:
-        _send(connection, Hello(key, rank, world))
+        send(connection, Hello(key, rank, world))
         while True:
             try:
-                call, body = _receive(connection, Call)
+                call, body = receive(connection, Call)
                 for ticket in call.forget:
                     readies.pop(ticket, None)
-                _send(connection, *_answer(call.request, body, loader, readies))
+                send(connection, *_answer(call.request, body, loader, readies))
             except OSError:
                 return
 
@@ -361,36 +287,3 @@ def _error(failed: Failed, rank: int) -> DcrError:
     if isinstance(kind, type) and issubclass(kind, DcrError):
         return kind(message)
     return RankError(f"rank {rank} failed: {failed.kind}: {failed.message}")
-
-
-def _octets(array: np.ndarray[Any, Any]) -> memoryview:
-    return np.ascontiguousarray(array).view(np.uint8).data
-
-
-def _send(connection: socket.socket, header: Hello | Call | Answer, *body: Buffer) -> None:
-    packed = msgspec.msgpack.encode(header)
-    connection.sendall(PREFIX.pack(MAGIC, len(packed), sum(len(piece) for piece in body)) + packed)
-    for piece in body:
-        connection.sendall(piece)
-
-
-def _receive(connection: socket.socket, kind: Any) -> tuple[Any, bytes]:
-    magic, header_bytes, body_bytes = PREFIX.unpack(_exactly(connection, PREFIX.size))
-    if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or body_bytes > MAX_BODY_BYTES:
-        raise WireError(f"not a message between a member and its ranks: {magic!r}, {header_bytes} + {body_bytes} bytes")
-    try:
-        header = msgspec.msgpack.decode(_exactly(connection, header_bytes), type=kind)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"a message between a member and its ranks does not decode: {error}") from error
-    return header, _exactly(connection, body_bytes)
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    """The next `size` bytes; memory grows as they come."""
-    data = bytearray()
-    while len(data) < size:
-        piece = connection.recv(min(size - len(data), PIECE_BYTES))
-        if not piece:
-            raise ConnectionResetError("the connection was closed")
-        data += piece
-    return bytes(data)

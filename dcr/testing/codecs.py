@@ -9,13 +9,12 @@ be refused as a `PayloadError`, whatever the bytes are, before anything large is
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from dcr import codec as codecs
 from dcr import plugins
@@ -23,11 +22,11 @@ from dcr.errors import BaseMismatch, PayloadError
 from dcr.patch import Change, Operation
 from dcr.seams import BasedCodec, Codec
 from dcr.stages.compress import is_based
-from dcr.views import UNSIGNED, Bits, Positions
+from dcr.testing.changes import describe, old_bits, random_bits, scattered, sparse, special_patterns, whole
+from dcr.views import UNSIGNED, Bits
 
 WIDTHS = sorted(UNSIGNED)
 MiB = 1 << 20
-Numbers = Sequence[int] | NDArray[np.integer[Any]]
 OPERATIONS = pytest.mark.parametrize("operation", list(Operation), ids=lambda operation: operation.name.lower())
 ALL_WIDTHS = pytest.mark.parametrize("width", WIDTHS)
 
@@ -332,55 +331,6 @@ class CodecTests:
             whole(np.arange(1000).astype(UNSIGNED[width])),
         ):
             yield change, self._encode(change, 1000)
-
-
-# ---------------------------------------------------------------------- changes
-
-
-def sparse(operation: Operation, width: int, positions: Numbers, values: Numbers) -> Change:
-    """Values [K] at positions [K]."""
-    where: Positions = np.array(positions, np.uint32)
-    return Change(operation, where, np.array(values, UNSIGNED[width]))
-
-
-def scattered(operation: Operation, width: int, numel: int, *, share: float, seed: int = 0) -> Change:
-    """A share of a frame's elements, with small steps, large ones, and zeros among them."""
-    rng = np.random.default_rng(seed)
-    positions = np.flatnonzero(rng.random(numel) < share)
-    values = random_bits(width, len(positions), seed)
-    small = rng.integers(0, 5, len(positions)).astype(UNSIGNED[width])
-    kinds = rng.integers(0, 3, len(positions))
-    return sparse(operation, width, positions, np.select([kinds == 0, kinds == 1], [small, ~small], values))
-
-
-def whole(values: Bits) -> Change:
-    """All values [N] of a frame."""
-    return Change(Operation.OVERWRITE, None, values)
-
-
-def random_bits(width: int, count: int, seed: int = 0) -> Bits:
-    """Any bits."""
-    bits: Bits = np.frombuffer(np.random.default_rng(seed).bytes(width * count), UNSIGNED[width]).copy()
-    return bits
-
-
-def old_bits(width: int, numel: int) -> Bits:
-    """The old bits of a frame, the same at both ends."""
-    return np.resize(random_bits(width, 4099, seed=1), numel)
-
-
-def special_patterns(width: int) -> list[int]:
-    """Patterns of float32 or float64 that arithmetic would change: -0.0, denormals, infinities, payloads of NaNs."""
-    bits, mantissa = 8 * width, 23 if width == 4 else 52
-    sign, exponent = 1 << bits - 1, (1 << bits - 1) - (1 << mantissa)
-    unsigned = [0, 1, 2, (1 << mantissa) - 1, 1 << mantissa, exponent - 1, exponent]
-    payloads = [exponent | payload for payload in (1, 2, 1 << mantissa - 1, (1 << mantissa) - 1)]
-    return [pattern | high for pattern in (*unsigned, *payloads) for high in (0, sign)]
-
-
-def describe(change: Change) -> tuple[bytes | None, bytes]:
-    """The bytes of a change's arrays."""
-    return None if change.positions is None else change.positions.tobytes(), change.values.tobytes()
 
 
 def picked(count: int, at_most: int) -> list[int]:

@@ -1,0 +1,111 @@
+"""Live attempts: a member prepares each beside generation, votes, and waits for the head to name it."""
+
+from __future__ import annotations
+
+import time
+
+from dcr.errors import BaseMismatch, DcrError, DigestMismatch, PayloadError, RemoteError, RunMismatch
+from dcr.stages.transfer import Aborted, Superseded
+from dcr.subscribe.membership import Membership
+from dcr.subscribe.offers import Offers
+from dcr.subscribe.rank import Prepared
+from dcr.wire import Abort, Ack, Chunk, Identity, Message, Nack, Open
+
+
+class Attempts:
+    """Takes attempts as they come over the link, one at a time."""
+
+    def __init__(self, member: Membership, offers: Offers) -> None:
+        self._member = member
+        self._offers = offers
+
+    async def take(self, opened: Message, header: Open) -> None:
+        """Prepare a live attempt, vote, wait for the head, offer it. What is wrong with it is refused by name.
+
+        Raises: this side's own trouble, once it is told.
+        """
+        member, identity = self._member, header.identity
+        committed = await member.committed()
+        if committed is not None and committed.version >= identity.version:
+            return
+        if member.ref not in header.members and header.base in (None, member.holds):
+            await member.say(member.join)  # what was said before has been lost
+        if member.holds is not None:
+            member.move("opened")
+        try:
+            prepared = await self._vote(opened, header)
+        except Aborted as error:
+            member.emit("aborted", identity.version, detail=str(error))
+            if isinstance(error, Superseded):
+                member.put_back(error.message)
+        except (BaseMismatch, DigestMismatch) as error:
+            await self._refuse(identity, error)
+            await member.doubt(identity, error)
+            return
+        except RemoteError as error:
+            await self._refuse(identity, error)
+        except DcrError as error:  # this side's own trouble: the publisher need not wait for a vote
+            await self._refuse(identity, error)
+            raise
+        else:
+            if await self._outcome(identity) and prepared is not None:
+                await self._accept(prepared)
+                return
+        if member.holds is not None:
+            member.move("dropped")
+
+    async def _vote(self, opened: Message, header: Open) -> Prepared | None:
+        """Verify and prepare an attempt, and say so; None if there is nothing here to prepare it on."""
+        member, began_s = self._member, time.monotonic()
+        prepared: Prepared | None
+        receipt = member.receipt(header)
+        await member.rank.bind(opened)
+        if member.holds is None and header.base is None:
+            root, prepared = await member.rank.inspect(receipt, member.receive, self._ask_again)
+        else:
+            prepared = await member.rank.prepare(receipt, member.receive, self._ask_again)
+            root = prepared.root
+        if member.holds is not None:
+            member.move("prepared")
+        await member.send(Ack("prepared", member.ref, header.identity, root))
+        member.emit("prepared", header.identity.version, detail=f"{time.monotonic() - began_s:.3f} s")
+        return prepared
+
+    async def _outcome(self, identity: Identity) -> bool:
+        """Wait until the head names an attempt (True), or it is given up (False). A member never decides alone."""
+        member = self._member
+        while True:
+            committed = await member.committed()
+            if committed is not None and committed.version >= identity.version:
+                return committed == identity
+            if member.head is not None and member.head.term > identity.term:
+                return False
+            message = await member.next()
+            match message and message.header:
+                case Abort(identity=given_up) if given_up == identity:
+                    return False
+                case Open() if message is not None:
+                    member.put_back(message)
+                    return await member.committed() == identity
+                case _:
+                    pass
+
+    async def _accept(self, prepared: Prepared) -> None:
+        member = self._member
+        if member.holds is None:  # an anchor whose very bits are held already
+            member.hold(prepared.identity)
+            member.move("opened")
+            member.move("prepared")
+        member.move("head_names_it")
+        await self._offers.offer_prepared(prepared)
+
+    async def _ask_again(self, chunk: Chunk, error: PayloadError) -> None:
+        member, reason = self._member, f"{type(error).__name__}: {error}"
+        member.emit("refused", chunk.identity.version, frame=chunk.frame, detail=reason)
+        await member.send(Nack(member.ref, chunk.identity, member.holds, reason, (chunk.frame,)))
+
+    async def _refuse(self, identity: Identity, error: DcrError) -> None:
+        member, reason = self._member, f"{type(error).__name__}: {error}"
+        member.emit("refused", identity.version, detail=reason)
+        if not isinstance(error, RunMismatch):
+            await member.send(Nack(member.ref, identity, member.holds, reason))
