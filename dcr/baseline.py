@@ -1,7 +1,7 @@
 """The baseline: the trainer's copy of the last committed canonical bits, and what lies over it.
 
 A version in flight is an overlay of patches. The baseline moves only after the head did (`fold`); giving a version up
-drops the overlay. The heal set keeps which elements changed since the oldest version that some member may hold.
+drops the overlay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dcr.errors import StateError
 from dcr.frames import Layout
 from dcr.patch import Patch
 from dcr.placement import canonical_table
-from dcr.views import Bits, Lanes, Positions
+from dcr.views import Bits, Lanes
 from dcr.wire import Identity
 
 
@@ -86,11 +86,8 @@ class Baseline:
         """Give the version in flight up."""
         self._overlay.clear()
 
-    def fold(self, identity: Identity) -> dict[int, Positions | None]:
-        """The head names `identity`: move the baseline to it, from the overlay's absolute bits.
-
-        Returns the index set: positions per frame, None for all of a frame. Runs in a worker thread.
-        """
+    def fold(self, identity: Identity) -> None:
+        """The head names `identity`: move the baseline to it, from the overlay's absolute bits. In a worker thread."""
         self.lanes, _ = self.target()
         for frame, patch in self._overlay.items():
             base = self._frames[frame]
@@ -98,50 +95,5 @@ class Baseline:
                 self._frames[frame] = patch.bits
             else:
                 kernels.scatter(canonical_table(patch.frame, base), patch.positions, patch.bits)
-        indices = {frame: patch.positions for frame, patch in self._overlay.items()}
         self.identity = identity
         self._overlay = {}
-        return indices
-
-
-class HealSet:
-    """Index sets of committed versions, newest last; the union since a version makes any state since then right.
-
-    limit: versions kept; a member that fell further behind is seeded anew.
-    """
-
-    def __init__(self, limit: int = 8) -> None:
-        self._limit = limit
-        self._versions: list[tuple[int, dict[int, Positions | None]]] = []
-        self._floor = -1  # nothing is known of what happened before this version
-
-    def add(self, version: int, indices: dict[int, Positions | None]) -> None:
-        """Keep the index set that a commit returned."""
-        self._versions.append((version, indices))
-        if len(self._versions) > self._limit:
-            self.forget(self._versions[0][0])
-
-    def forget(self, version: int) -> None:
-        """No member holds anything older than this version any more, or it is to be seeded anew."""
-        self._floor = max(self._floor, version)
-        self._versions = [kept for kept in self._versions if kept[0] > version]
-
-    def since(self, version: int) -> dict[int, Positions | None] | None:
-        """The union of the index sets of all versions after this one; None if it reaches back too far to be known."""
-        if version < self._floor:
-            return None
-        union: dict[int, Positions | None] = {}
-        for number, indices in self._versions:
-            if number > version:
-                for frame, positions in indices.items():
-                    union[frame] = _union(union[frame], positions) if frame in union else positions
-        return union
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory held, in bytes."""
-        return sum(p.nbytes for _, indices in self._versions for p in indices.values() if p is not None)
-
-
-def _union(one: Positions | None, other: Positions | None) -> Positions | None:
-    return None if one is None or other is None else np.union1d(one, other)

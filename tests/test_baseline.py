@@ -1,4 +1,4 @@
-"""The baseline moves only with the head, from absolute bits; the heal set covers every state since a version."""
+"""The baseline moves only with the head, from absolute bits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dcr import kernels
-from dcr.baseline import Baseline, HealSet
+from dcr.baseline import Baseline
 from dcr.errors import StateError
 from dcr.frames import FrameSpec, Layout, Region
 from dcr.patch import Patch
 from dcr.placement import canonical_table
 from dcr.schema import Schema, TensorSpec
-from dcr.views import Lanes, Positions
+from dcr.views import Lanes
 from dcr.wire import Identity
 
 # Frame 0 holds all of `a` and the first half of `b`, frame 1 the second half of `b`.
@@ -92,7 +92,7 @@ def test_an_anchor_becomes_the_baseline_when_it_is_folded() -> None:
     made, bits = Baseline(LAYOUT), [np.arange(size, dtype=np.uint16) for size in SIZES]
     for index in (0, 1):
         made.hold(whole(index, bits[index]))
-    assert made.fold(version(1)) == {0: None, 1: None}
+    made.fold(version(1))
     assert (made.identity, bits_of(made)) == (version(1), [dense.tolist() for dense in bits])
     assert made.lanes.tolist() == lanes_of(bits).tolist()
 
@@ -106,18 +106,14 @@ def test_what_is_held_changes_nothing_until_it_is_folded(baseline: Baseline) -> 
 def test_folding_writes_the_held_bits(baseline: Baseline) -> None:
     change(baseline, 0, {2: 7, 3: 8})
     change(baseline, 1, {3: 9})
-    indices = baseline.fold(version(2))
-    assert {frame: positions.tolist() for frame, positions in indices.items() if positions is not None} == {
-        0: [2, 3],
-        1: [3],
-    }
+    baseline.fold(version(2))
     assert (baseline.identity, bits_of(baseline)) == (version(2), [[0, 0, 7, 8, 0, 0, 0], [0, 0, 0, 9]])
 
 
 def test_folding_a_dense_patch_replaces_its_frame(baseline: Baseline) -> None:
     base = baseline.base(1)
     baseline.hold(whole(1, np.array([1, 2, 3, 4], np.uint16), base))
-    assert baseline.fold(version(2)) == {1: None}
+    baseline.fold(version(2))
     assert bits_of(baseline) == [[0] * 7, [1, 2, 3, 4]]
 
 
@@ -230,102 +226,3 @@ def test_over_many_versions_it_holds_the_committed_bits_and_their_digest(
         else:
             made.drop()
         assert (bits_of(made), made.lanes.tolist()) == ([d.tolist() for d in model], lanes_of(model).tolist())
-
-
-# ---------------------------------------------------------------------- the heal set
-
-
-def indices(**frames: list[int] | None) -> dict[int, Positions | None]:
-    """Index sets by frame: f0=[...], or None for all of it."""
-    return {int(k[1:]): None if v is None else np.array(v, np.uint32) for k, v in frames.items()}
-
-
-def plain(found: dict[int, Positions | None] | None) -> dict[int, list[int] | None] | None:
-    return None if found is None else {k: None if v is None else v.tolist() for k, v in found.items()}
-
-
-def test_the_union_since_a_version_holds_what_every_later_one_changed() -> None:
-    heal = HealSet()
-    heal.add(1, indices(f0=[9]))
-    heal.add(2, indices(f0=[1, 5], f1=[2]))
-    heal.add(3, indices(f0=[0, 5]))
-    assert plain(heal.since(1)) == {0: [0, 1, 5], 1: [2]}
-
-
-def test_an_element_that_went_back_to_its_old_value_is_still_in_the_union(baseline: Baseline) -> None:
-    """A member may hold any state in between, where it had the other value."""
-    heal = HealSet()
-    for number, bits in ((2, 7), (3, 0)):
-        change(baseline, 0, {2: bits})
-        heal.add(number, baseline.fold(version(number)))
-    assert plain(heal.since(1)) == {0: [2]}
-
-
-def test_a_dense_frame_covers_all_of_it() -> None:
-    heal = HealSet()
-    heal.add(1, indices(f0=[1]))
-    heal.add(2, indices(f0=None))
-    heal.add(3, indices(f0=[4]))
-    assert (plain(heal.since(0)), plain(heal.since(2))) == ({0: None}, {0: [4]})
-
-
-def test_nothing_is_to_heal_since_the_newest_version() -> None:
-    heal = HealSet()
-    heal.add(4, indices(f0=[1]))
-    assert heal.since(4) == {}
-
-
-def test_a_version_before_those_that_are_kept_cannot_be_healed() -> None:
-    heal = HealSet(limit=2)
-    for number in (1, 2, 3, 4):
-        heal.add(number, indices(f0=[number]))
-    assert (heal.since(1), plain(heal.since(2))) == (None, {0: [3, 4]})
-
-
-def test_gaps_between_version_numbers_lose_nothing() -> None:
-    heal = HealSet(limit=2)
-    for number in (10, 20, 30):
-        heal.add(number, indices(f0=[number]))
-    assert plain(heal.since(10)) == {0: [20, 30]}
-
-
-def test_a_forgotten_version_cannot_be_healed_from() -> None:
-    heal = HealSet()
-    for number in (1, 2, 3, 4):
-        heal.add(number, indices(f0=[number]))
-    heal.forget(3)
-    assert (heal.since(1), plain(heal.since(3))) == (None, {0: [4]})
-
-
-def test_forgetting_after_the_limit_was_reached_hides_nothing() -> None:
-    heal = HealSet(limit=3)
-    for number in range(1, 6):
-        heal.add(number, indices(f0=[number]))
-    heal.forget(4)
-    assert heal.since(1) is None
-
-
-def test_its_bytes_are_those_of_the_positions_it_keeps() -> None:
-    heal = HealSet(limit=2)
-    for number in (1, 2, 3):
-        heal.add(number, indices(f0=[1] * number, f1=None))
-    assert heal.nbytes == (2 + 3) * 4
-
-
-@settings(deadline=None, max_examples=100)
-@given(
-    st.lists(st.dictionaries(st.integers(0, 2), st.none() | st.sets(st.integers(0, 9), min_size=1)), max_size=7),
-    st.integers(1, 4),
-    st.integers(-1, 7),
-)
-def test_the_union_is_complete_or_not_given(versions: list[dict[int, set[int] | None]], limit: int, since: int) -> None:
-    heal = HealSet(limit)
-    for number, frames in enumerate(versions):
-        heal.add(number, indices(**{f"f{k}": None if v is None else sorted(v) for k, v in frames.items()}))
-    found = plain(heal.since(since))
-    if found is None:
-        return
-    for frames in versions[since + 1 :]:
-        for frame, positions in frames.items():
-            healed = found[frame]
-            assert healed is None or (positions is not None and positions <= set(healed))

@@ -236,7 +236,7 @@ class Flights:
                     raise
                 outcome = self._leader.outcome  # the head has moved, though not all ranks have heard of it
             self._root = digest.root(self._target)
-            await self._part.fold(identity, outcome.oldest)
+            await self._part.fold(identity)
             if self._leader is not None:
                 await self._leader.announce(identity)
         return outcome

@@ -46,10 +46,9 @@ class Opened(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """A version is committed. answers: what members said; oldest: the oldest version that a member holds."""
+    """A version is committed. answers: what each member said of it."""
 
     answers: dict[str, str]
-    oldest: int | None
 
 
 class Leader:
@@ -157,10 +156,9 @@ class Leader:
         votes = self._voted
         with anyio.fail_after(COMMIT_TIMEOUT_S):
             await self.headship.move(votes.identity, votes.root)
-        oldest = self.roster.oldest
         self.awaited = self.roster.committed(votes)
         self._end()
-        self.outcome = Outcome(_answers(votes, self.roster), oldest)
+        self.outcome = Outcome(_answers(votes, self.roster))
         return self.outcome
 
     async def announce(self, identity: Identity) -> None:

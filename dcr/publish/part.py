@@ -10,7 +10,7 @@ import anyio.to_thread
 import msgspec
 
 from dcr import coverage, digest, frames, kernels
-from dcr.baseline import Baseline, HealSet
+from dcr.baseline import Baseline
 from dcr.boxes import Box, Dim
 from dcr.choice import Chosen
 from dcr.coverage import Tally
@@ -84,7 +84,6 @@ class Part:
         self._groups = [(group, _plan(group, source.schema, frame_elems)) for group in source.residual]
         self._fingerprints: list[bytes] = []  # of what the conversions of the committed version have read
         self._found: list[bytes] = []  # of what they read now
-        self.heal_set = HealSet()
 
     @property
     def schema(self) -> Schema:
@@ -148,7 +147,6 @@ class Part:
         scanned, self._scanned = self._scanned, {}
         if identity is not None:
             self.baseline.adopt(scanned, identity, lanes)
-            self.heal_set.forget(identity.version)
             self._fingerprints = self._found
 
     def _scan(self) -> tuple[dict[int, Bits], Lanes]:
@@ -240,14 +238,10 @@ class Part:
         """The version in flight is given up."""
         self.baseline.drop()
 
-    async def fold(self, identity: Identity, oldest: int | None) -> None:
-        """The head names `identity`; oldest: the oldest version that a member holds, None: whoever comes is seeded."""
-        base = self.baseline.identity
-        indices = await anyio.to_thread.run_sync(self.baseline.fold, identity)
+    async def fold(self, identity: Identity) -> None:
+        """The head names `identity`."""
+        await anyio.to_thread.run_sync(self.baseline.fold, identity)
         self._fingerprints = self._found
-        if base is not None:
-            self.heal_set.add(identity.version, indices)
-        self.heal_set.forget(identity.version if oldest is None else oldest)
 
     async def require_baseline(self, what: str) -> None:
         """Members refused: look at this side's own memory before any of them is blamed.

@@ -18,7 +18,6 @@ import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from dcr import coverage, digest, plugins
-from dcr.baseline import HealSet
 from dcr.budget import ByteBudget, MiB
 from dcr.choice import LEVELS, Chooser
 from dcr.closing import Contexts, started
@@ -146,11 +145,6 @@ class Publisher:
         """The last committed version, None before the first."""
         identity = self._part.baseline.identity
         return identity.version if identity else None
-
-    @property
-    def heal_set(self) -> HealSet:
-        """What has changed in this rank's frames since the oldest version that a member may hold."""
-        return self._part.heal_set
 
     @property
     def _led(self) -> Leader:

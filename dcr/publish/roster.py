@@ -87,11 +87,6 @@ class Roster:
         return again
 
     @property
-    def oldest(self) -> int | None:
-        """The oldest version that a member holds; None if no member holds any."""
-        return min((held.version for held in self.holds.values() if held), default=None)
-
-    @property
     def reads_base(self) -> bool:
         """Whether every member can decode chunks that need their base."""
         return self.holds.keys() <= self._readers
