@@ -3,6 +3,7 @@
 // Arrays are borrowed through the buffer protocol and checked before any work starts; what does not fit raises
 // ValueError. The GIL is released while a kernel runs.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -98,6 +99,14 @@ nb::object empty(size_t size, size_t width) {
     return nb::module_::import_("numpy").attr("empty")(size, nb::str(("uint" + std::to_string(8 * width)).c_str()));
 }
 
+// A numpy array of unsigned integers over memory that it takes over.
+nb::object owned(Memory memory, size_t size, size_t width) {
+    void* data = memory.get();
+    const nb::capsule owner(memory.release(), [](void* taken) noexcept { Freed()(taken); });
+    const nb::dlpack::dtype unsigned_int{uint8_t(nb::dlpack::dtype_code::UInt), uint8_t(8 * width), 1};
+    return nb::cast(nb::ndarray<nb::numpy>(data, {size}, owner, {}, unsigned_int));
+}
+
 void* data_of(const nb::object& array) { return Lent(array, "result").array().data; }
 
 void check_kind(int kind, const Table& table) {
@@ -143,11 +152,8 @@ struct Compared {
             found = dcr::compare(table, base.data<void>(), kind);
         }
         size = found.size();
-        positions = empty(size, 4), bits = empty(size, width), old = empty(size, width);
-        uint32_t* positions_data = static_cast<uint32_t*>(data_of(positions));
-        void *bits_data = data_of(bits), *old_data = data_of(old);
-        nb::gil_scoped_release released;
-        found.take(positions_data, bits_data, old_data);
+        positions = owned(found.take_positions(), size, 4);
+        bits = owned(found.take_bits(), size, width), old = owned(found.take_old(), size, width);
     }
 };
 

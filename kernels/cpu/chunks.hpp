@@ -10,7 +10,7 @@ namespace dcr {
 
 // Positions of a chunk. While one is worked on, the lines of the next are on their way into L2: a core waits there for
 // several times as many lines at once as in L1, so nothing is asked for in L1 itself.
-constexpr size_t CHUNK = 64;
+constexpr size_t CHUNK = 64, FAR_CHUNK = 256;  // the latter where no element is touched
 
 template <class W>
 struct Chunk {
@@ -34,15 +34,16 @@ struct Chunk {
 template <class W>
 class Chunks {
   public:
-    Chunks(const Table& table, const uint32_t* positions, size_t K)
-        : region_(table.regions.data()), positions_(positions), K_(K) {}
+    // most: positions of a chunk.
+    Chunks(const Table& table, const uint32_t* positions, size_t K, size_t most)
+        : region_(table.regions.data()), positions_(positions), K_(K), most_(most) {}
 
     // The next chunk; its count is 0 at the end.
     Chunk<W> next() {
         if (from_ == K_) return {};
         if (from_ == to_) enter();
         const uint32_t* here = positions_ + from_;
-        const Stretch stretch = locator_->next(here, std::min(CHUNK, to_ - from_));
+        const Stretch stretch = locator_->next(here, std::min(most_, to_ - from_));
         const uint64_t origin = reinterpret_cast<uintptr_t>(region_->data) + stretch.here * sizeof(W);
         const Chunk<W> chunk{region_, from_, stretch.count, origin, stretch.there};
         from_ += stretch.count;
@@ -59,7 +60,7 @@ class Chunks {
 
     const Region* region_;
     const uint32_t* positions_;
-    size_t K_, from_ = 0, to_ = 0;  // positions [from_, to_) are the rest of this region's
+    size_t K_, most_, from_ = 0, to_ = 0;  // positions [from_, to_) are the rest of this region's
     std::optional<Locator> locator_;
 };
 
@@ -77,13 +78,13 @@ template <class W>
     for (size_t i = 0; i < chunk.count; ++i) __builtin_prefetch(chunk.at(positions[chunk.from + i], step), 0, 2);
 }
 
-// Calls f(chunk) for all positions in order.
-template <class W, class F>
+// Calls f(chunk) for all positions in order. FETCH: their elements are going to be touched.
+template <class W, bool FETCH = true, class F>
 void for_chunks(const Table& table, const uint32_t* positions, size_t K, F&& f) {
-    Chunks<W> chunks(table, positions, K);
+    Chunks<W> chunks(table, positions, K, FETCH ? CHUNK : FAR_CHUNK);
     for (Chunk<W> now = chunks.next(), next; now.count; now = next) {
         next = chunks.next();
-        if (next.count) fetch(next, positions);
+        if (FETCH && next.count) fetch(next, positions);
         f(static_cast<const Chunk<W>&>(now));
     }
 }
@@ -92,19 +93,19 @@ void for_chunks(const Table& table, const uint32_t* positions, size_t K, F&& f) 
 struct Indices {
     const Region* region;
     size_t from, count;  // which positions
-    uint64_t there[CHUNK];
+    uint64_t there[FAR_CHUNK];
 };
 
 // Calls f(chunk) for all positions in order and, when enough have come together, g(indices) for those since the last time.
-template <class W, class F, class G>
+template <class W, bool FETCH, class F, class G>
 void for_indices(const Table& table, const uint32_t* positions, size_t K, F&& f, G&& g) {
     Indices indices{};
     const auto flush = [&] {
         if (indices.count) g(static_cast<const Indices&>(indices));
         indices.from += std::exchange(indices.count, 0);
     };
-    for_chunks<W>(table, positions, K, [&](const Chunk<W>& chunk) {
-        if (indices.region != chunk.region || indices.count + chunk.count > CHUNK) flush();
+    for_chunks<W, FETCH>(table, positions, K, [&](const Chunk<W>& chunk) {
+        if (indices.region != chunk.region || indices.count + chunk.count > (FETCH ? CHUNK : FAR_CHUNK)) flush();
         indices.region = chunk.region;
         f(chunk);
         spread(positions + chunk.from, chunk.count, chunk.there, chunk.region->inner().there,

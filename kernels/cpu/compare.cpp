@@ -1,5 +1,6 @@
 #include <algorithm>
-#include <cstring>
+#include <new>
+#include <utility>
 
 #include "kernels.hpp"
 #include "level.hpp"
@@ -8,8 +9,16 @@
 namespace dcr {
 namespace {
 
-// Changes of one block: large enough that few are needed, small enough that the last, half empty one is cheap.
-constexpr size_t BLOCK = 16 * PIECE;
+// Room for changes grows to twice what it was, and to this at least. What is not written to costs nothing.
+constexpr size_t LEAST_ROOM = 16 * PIECE;
+
+// A null `memory` may be asked to grow, too.
+void grow(Memory& memory, size_t bytes) {
+    void* grown = std::realloc(memory.get(), bytes);
+    if (!grown) throw std::bad_alloc();
+    static_cast<void>(memory.release());
+    memory.reset(grown);
+}
 
 template <class W>
 void compare_piece(const Span<W>& span, const W* now, const W* base, uint32_t first, uint32_t n, Changes& found) {
@@ -40,28 +49,17 @@ void compare_cast(const Table& table, const uint16_t* base, int kind, Changes& f
 }  // namespace
 
 void Changes::reserve(size_t n) {
-    if (!blocks_.empty() && BLOCK - blocks_.back().used >= n) return;
-    const auto bytes = [&] { return std::unique_ptr<char[]>(new char[(BLOCK + SLACK) * width_]); };
-    blocks_.push_back({std::unique_ptr<uint32_t[]>(new uint32_t[BLOCK + SLACK]), bytes(), bytes(), 0});
+    if (positions_ && size_ + n <= room_) return;
+    const size_t room = std::max({LEAST_ROOM, 2 * room_, size_ + n});
+    grow(positions_, (room + SLACK) * sizeof(uint32_t));
+    grow(bits_, (room + SLACK) * width_);
+    grow(old_, (room + SLACK) * width_);
+    room_ = room;
 }
 
-uint32_t* Changes::positions() const { return blocks_.back().positions.get() + blocks_.back().used; }
-
-void* Changes::bits() const { return blocks_.back().bits.get() + blocks_.back().used * width_; }
-
-void* Changes::old() const { return blocks_.back().old.get() + blocks_.back().used * width_; }
-
-void Changes::take(uint32_t* positions, void* bits, void* old) {
-    size_t taken = 0;
-    for (Block& block : blocks_) {
-        std::memcpy(positions + taken, block.positions.get(), block.used * sizeof(uint32_t));
-        std::memcpy(static_cast<char*>(bits) + taken * width_, block.bits.get(), block.used * width_);
-        std::memcpy(static_cast<char*>(old) + taken * width_, block.old.get(), block.used * width_);
-        taken += block.used;
-        block = {};
-    }
-    blocks_.clear();
-    size_ = 0;
+Memory Changes::cut(Memory& memory, size_t width) const {
+    grow(memory, std::max<size_t>(size_ * width, 1));
+    return std::move(memory);
 }
 
 Changes compare(const Table& table, const void* base, int kind) {

@@ -56,7 +56,7 @@ template <class W>
 void digest_positions(const Table& table, const uint64_t* keys, const uint32_t* positions, const W* bits, size_t K,
                       uint64_t* sums) {
     const Span<W>& span = level().spans->of<W>();
-    for_indices<W>(
+    for_indices<W, false>(
         table, positions, K, [](const Chunk<W>&) {},
         [&](const Indices& indices) {
             const Key key = key_of(*indices.region, keys);
@@ -68,7 +68,7 @@ template <class W>
 void digest_positions(const Table& table, const uint64_t* keys, const uint32_t* positions, const W* old, const W* now,
                       size_t K, uint64_t* old_sums, uint64_t* new_sums) {
     const Span<W>& span = level().spans->of<W>();
-    for_indices<W>(
+    for_indices<W, false>(
         table, positions, K, [](const Chunk<W>&) {},
         [&](const Indices& indices) {
             const Pair sums = span.digest_both(old + indices.from, now + indices.from, indices.count, indices.there,

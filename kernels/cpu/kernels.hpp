@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <vector>
 
@@ -13,31 +14,36 @@ namespace dcr {
 // out [N], c bytes each: the table's elements, dense.                           Moves N b (read) + N c (written).
 void read(const Table& table, int kind, void* out);
 
-// What `compare` found, before K is known: blocks of positions, new and old bits that fill up one after another.
+// Memory from malloc, which may grow in place and which python can take over.
+struct Freed {
+    void operator()(void* memory) const { std::free(memory); }
+};
+using Memory = std::unique_ptr<void, Freed>;
+
+// What `compare` found, before K is known: positions, new and old bits, in memory that grows with them.
 class Changes {
   public:
     explicit Changes(size_t width) : width_(width) {}
 
     // Room for `n` more changes and the slack behind them; `added` says how many of them came.
     void reserve(size_t n);
-    uint32_t* positions() const;
-    void* bits() const;
-    void* old() const;
-    void added(size_t count) { blocks_.back().used += count; size_ += count; }
+    uint32_t* positions() const { return static_cast<uint32_t*>(positions_.get()) + size_; }
+    void* bits() const { return static_cast<char*>(bits_.get()) + size_ * width_; }
+    void* old() const { return static_cast<char*>(old_.get()) + size_ * width_; }
+    void added(size_t count) { size_ += count; }
 
     size_t size() const { return size_; }  // K
-    // Copies to positions [K], bits [K] and old [K], freeing each block once it is copied.
-    void take(uint32_t* positions, void* bits, void* old);
+    // Gives away positions [K], bits [K] and old [K], without the room behind them.
+    Memory take_positions() { return cut(positions_, sizeof(uint32_t)); }
+    Memory take_bits() { return cut(bits_, width_); }
+    Memory take_old() { return cut(old_, width_); }
 
   private:
-    struct Block {
-        std::unique_ptr<uint32_t[]> positions;
-        std::unique_ptr<char[]> bits, old;
-        size_t used;
-    };
+    Memory cut(Memory& memory, size_t width) const;
+
     size_t width_;
-    size_t size_ = 0;
-    std::vector<Block> blocks_;
+    size_t size_ = 0, room_ = 0;  // elements; the slack is not counted
+    Memory positions_, bits_, old_;
 };
 
 // base [N], c bytes each: what differs from it.                                 Moves N (b + c) + 2 K (4 + 2 c).
