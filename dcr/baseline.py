@@ -54,7 +54,9 @@ class Baseline:
     def hold(self, patch: Patch) -> None:
         """Add to the overlay, before a byte of it leaves."""
         if patch.frame.index in self._overlay:
-            raise StateError(f"frame {patch.frame.index} was captured twice in one version")
+            raise StateError(
+                f"frame {patch.frame.index} was captured twice in one version; feed each frame to construct once"
+            )
         self._overlay[patch.frame.index] = patch
 
     def held(self, frame: int) -> Patch | None:

@@ -119,7 +119,10 @@ class Votes:
         if ack.identity != self.identity or ack.member not in self.electorate - self.refused.keys():
             return False
         if ack.root != self.root:
-            raise PayloadError(f"{ack.member.member} prepared {self.identity} with another digest than was sealed")
+            raise PayloadError(
+                f"{ack.member.member} prepared {self.identity} with another digest than was sealed: "
+                f"expected {self.root.hex()[:16]}, found {ack.root.hex()[:16]}"
+            )
         self.prepared.add(ack.member)
         return True
 
@@ -174,7 +177,7 @@ class Receipt:
         if identity.run != run:
             raise RunMismatch(f"expected run {run}, found {identity.run}: check that both ends use one URL")
         if identity.term < term:
-            raise RunMismatch(f"{identity} is of a superseded publisher: the head is at term {term}")
+            raise RunMismatch(f"{identity} is of a superseded publisher: the head is at term {term}; stop the old one")
         if opened.base is not None and opened.base != holds:
             raise BaseMismatch(f"{identity} starts from {opened.base}, this member holds {holds or 'nothing'}")
         if holds is not None and identity.version <= holds.version:

@@ -91,3 +91,11 @@ class Poisoned(DcrError):
 
 class ReadBackError(DcrError):
     """Live memory did not hold what was just written to it."""
+
+
+def of_rank(rank: int, kind: str, text: str) -> DcrError:
+    """An error that another rank raised, as it is raised here: of the same type, if that is one of dcr's."""
+    known = globals().get(kind)
+    if isinstance(known, type) and issubclass(known, DcrError):
+        return known(f"rank {rank}: {text}")
+    return RankError(f"rank {rank}: {kind}: {text}")

@@ -254,13 +254,15 @@ def _joined(before: Region, after: Region) -> Region | None:
 
 def _bind(index: int, spec: FrameSpec, schema: Schema, all_keys: Lanes) -> Frame:
     if spec.dtype not in WIDTHS:
-        raise LayoutError(f"frame {index}: unknown dtype {spec.dtype!r}")
+        raise LayoutError(f"frame {index}: unknown dtype {spec.dtype!r}; known: {', '.join(WIDTHS)}")
     tensors = tuple(sorted({region.tensor for region in spec.regions}))
     local = {tensor: position for position, tensor in enumerate(tensors)}
     entries, first = [], 0
     for region in spec.regions:
         if not 0 <= region.tensor < len(schema.tensors):
-            raise LayoutError(f"frame {index}: tensor {region.tensor} is not in the schema")
+            raise LayoutError(
+                f"frame {index}: tensor {region.tensor} is not in the schema of {len(schema.tensors)} tensors"
+            )
         tensor, box = schema.tensors[region.tensor], region.box(first)
         low, high = box.there_bounds
         room, numel = tensor.numel, box.numel

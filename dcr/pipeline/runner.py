@@ -91,7 +91,7 @@ class Pipeline(Generic[First, Last]):
     ) -> None: ...
     def __init__(self, /, *stages: Stage[Any, Any], depth: int = 2) -> None:
         if not stages:
-            raise StateError("a pipeline needs at least one stage")
+            raise StateError("a pipeline needs at least one stage; none was given")
         self._stages = stages
         self._depth = depth
 
@@ -143,7 +143,9 @@ def _feed(items: Iterable[A] | AsyncIterable[A], send: MemoryObjectSendStream[A]
             await send.send(item)
         except anyio.BrokenResourceError:
             discard(item)
-            raise StateError("the first stage returned before its inbox was exhausted") from None
+            raise StateError(
+                "the first stage returned before its inbox was exhausted; read the inbox to its end"
+            ) from None
         except BaseException:
             discard(item)
             raise

@@ -41,7 +41,10 @@ class Headship:
         """
         now, _ = await self._ledger.read()
         if now != self.head:
-            raise Fenced("another publisher has taken a later term: this one may not publish any more")
+            raise Fenced(
+                f"expected the head at term {self.head.term}, found {now.term if now else 'none'}: "
+                "another publisher has taken over; this one may not publish any more"
+            )
 
     async def move(self, identity: Identity, root: bytes) -> None:
         """Make a sealed attempt the version. A swap without an answer, or refused, is read back, never retried blind.
@@ -58,7 +61,10 @@ class Headship:
         tries = 0
         while state is not Sender.COMMITTED:
             if state is Sender.FENCED:
-                raise Fenced(f"{identity} was not committed: another publisher has moved the head since") from failure
+                raise Fenced(
+                    f"{identity} was not committed: another publisher has moved the head since; "
+                    "this one may not publish any more"
+                ) from failure
             try:
                 event = "swapped" if await self._ledger.swap(ours, tag) else "refused"
             except Exception as error:
@@ -69,7 +75,10 @@ class Headship:
             if state is Sender.SWAPPING:
                 tries += 1
                 if tries == TRIES:
-                    raise NotCommittedError(f"{identity}: the head could not be moved: {failure!r}") from failure
+                    why = "its swap was refused" if failure is None else repr(failure)
+                    raise NotCommittedError(
+                        f"{identity}: the head could not be moved in {TRIES} tries ({why}); publish the next version"
+                    ) from failure
                 await anyio.sleep(PAUSE_S * tries)
         self.head = ours
 

@@ -15,7 +15,7 @@ import anyio
 import msgspec
 
 from dcr import errors
-from dcr.errors import DcrError, RankError, RanksLost, StateError
+from dcr.errors import DcrError, RanksLost, StateError
 from dcr.seams import Group
 from dcr.views import Lanes
 
@@ -219,17 +219,9 @@ def _trouble(words: list[_Word]) -> tuple[int, DcrError] | None:
     """The lowest rank that is in trouble, and the error as the others see it. The same on all ranks."""
     for rank, word in enumerate(words):
         if word.state in ("failed", "left"):
-            return rank, _error(rank, *word.error)
+            return rank, errors.of_rank(rank, *word.error)
     for rank, word in enumerate(words):
         if word.step != words[0].step:
             text = f"rank {rank} is at {word.step!r} while rank 0 is at {words[0].step!r}"
             return rank, StateError(f"{text}: every rank must publish the same versions in the same order")
     return None
-
-
-def _error(rank: int, kind: str, text: str) -> DcrError:
-    """An error of another rank: of the same type, if it is one of dcr's."""
-    known = getattr(errors, kind, None)
-    if isinstance(known, type) and issubclass(known, DcrError):
-        return known(f"rank {rank}: {text}")
-    return RankError(f"rank {rank}: {kind}: {text}")

@@ -45,7 +45,10 @@ def require_one_schema(plans: Sequence[Plan]) -> None:
     """
     for number, plan in enumerate(plans):
         if plan.schema != plans[0].schema:
-            raise SchemaError(f"ranks 0 and {number} differ in names, dtypes, shapes, or order of tensors")
+            raise SchemaError(
+                f"ranks 0 and {number} differ in names, dtypes, shapes, or order of tensors: "
+                "make every rank's source of one model, with the same options"
+            )
 
 
 class Shipped(msgspec.Struct, frozen=True, array_like=True):

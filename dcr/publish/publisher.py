@@ -109,7 +109,7 @@ class Publisher:
         async with self._turn:
             await self._settled()
             if (broken := self._broken) is not None:
-                raise StateError(f"this publisher cannot go on: {broken}") from broken
+                raise StateError(f"this publisher cannot go on: {broken}; close it and make a new one") from broken
             number = self._last_version + 1 if version is None else version
             if number <= self._last_version:
                 raise StateError(

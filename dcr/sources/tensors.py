@@ -115,7 +115,10 @@ def require_separate(tensors: Sequence[Tied]) -> None:
     """
     for tied in tensors:
         if not is_injective([(dim.n, dim.here) for dim in tied.box().dims]):
-            raise LayoutError(f"{tied.name} is expanded (stride {tied.tensor.stride()}): it has no memory of its own")
+            raise LayoutError(
+                f"{tied.name} is expanded (stride {tied.tensor.stride()}): "
+                "it has no memory of its own; make it contiguous"
+            )
     cluster: list[Tied] = []
     end = 0
     for tied in sorted((tied for tied in tensors if tied.tensor.numel()), key=lambda tied: tied.span()):

@@ -198,4 +198,7 @@ def _undo(loader: Loader[Any], begun: Sequence[Undoable], cause: BaseException) 
         loader.settle()
     except BaseException as error:
         error.add_note(f"while undoing an installation that failed with {cause!r}")
-        raise Poisoned("an installation failed and could not be undone: live memory may hold half a version") from error
+        raise Poisoned(
+            "an installation failed and could not be undone: live memory may hold half a version; "
+            "do not serve, the next version offered seeds it anew"
+        ) from error

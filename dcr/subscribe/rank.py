@@ -87,7 +87,7 @@ class Rank:
             StateError: it is not bound.
         """
         if self._layout is None:
-            raise StateError("no layout is bound yet")
+            raise StateError("no layout is bound yet: bind an attempt's opening first")
         return self._layout
 
     @property
@@ -111,7 +111,10 @@ class Rank:
         if self._layout is None or self._layout.digest != header.layout:
             layout = await anyio.to_thread.run_sync(frames.decode, opened.body)
             if layout.digest != header.layout:
-                raise PayloadError(f"{header.identity}: its layout does not match the digest in its opening")
+                raise PayloadError(
+                    f"{header.identity}: its layout has the digest {layout.digest.hex()[:16]}, "
+                    f"its opening says {header.layout.hex()[:16]}"
+                )
             self._epoch = await self._run(self._loader.epoch)  # before, so that what moves meanwhile is noticed
             await self._run(self._loader.bind, layout)
             self._layout = layout
@@ -197,8 +200,12 @@ class Rank:
         Raises:
             Poisoned: it does not hold what it should.
         """
-        if await self.rescan() != root:
-            raise Poisoned(f"{identity} was written from the store, but live memory has another digest")
+        if (found := await self.rescan()) != root:
+            raise Poisoned(
+                f"{identity} was written from the store: expected the digest {root.hex()[:16]} in live memory, "
+                f"found {found.hex()[:16] or 'copies that differ'}; "
+                "do not serve, the next version offered seeds it anew"
+            )
 
     def _fetch(self, receipt: Receipt, receive: Receive, again: AskAgain | None) -> Fetch:
         return Fetch(receipt, self.layout, self._budget, receive=receive, again=again, timeout_s=self._timeout_s)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from dcr import digest, errors, frames
-from dcr.errors import DcrError, RankError, WireError
+from dcr.errors import RankError, WireError
 from dcr.frames import Layout, Region
 from dcr.patch import Change, Operation
 from dcr.seams import RankLoader, RankReady
@@ -147,7 +147,7 @@ class Worker:
             verb = type(request).__name__.lower()
             raise RankError(f"rank {self._rank} is gone ({verb}: {type(error).__name__}: {error})") from error
         if isinstance(answer, Failed):
-            raise _error(answer, self._rank)
+            raise errors.of_rank(self._rank, answer.kind, answer.message)
         return answer, data
 
 
@@ -211,7 +211,10 @@ def accept(
             except (OSError, WireError) as error:
                 raise RankError(f"{len(connected)} of {world} ranks connected: {error}") from error
             if not hmac.compare_digest(hello.key, key):
-                raise RankError("a process with another key connected; is it of another engine?")
+                raise RankError(
+                    "a process with another key connected: it is of another engine; "
+                    "give each engine an address of its own"
+                )
             if hello.world != world or hello.rank in connected or not 0 <= hello.rank < world:
                 raise RankError(f"expected {world} ranks, each once; found rank {hello.rank} of {hello.world}")
             connected[hello.rank] = connection
@@ -279,11 +282,3 @@ def _change(request: Prepare, body: bytes) -> Change:
         cut = positions.nbytes
     values = np.frombuffer(body, UNSIGNED[request.width], offset=cut)
     return Change(Operation(request.operation), positions, values if values.flags.aligned else values.copy())
-
-
-def _error(failed: Failed, rank: int) -> DcrError:
-    kind = getattr(errors, failed.kind, None)
-    message = f"rank {rank}: {failed.message}"
-    if isinstance(kind, type) and issubclass(kind, DcrError):
-        return kind(message)
-    return RankError(f"rank {rank} failed: {failed.kind}: {failed.message}")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dcr import frames
-from dcr.boxes import whole
+from dcr.boxes import row_major, whole
 from dcr.errors import DigestMismatch
 from dcr.frames import Frame, Layout, Shard
 from dcr.loaders.engine import Engine, Memory, Pairs, memories_of, slots_of
@@ -22,7 +22,7 @@ from dcr.loaders.probe import bits_of, dtype_of, random_tensor, torch_of
 from dcr.loaders.record import Kind
 from dcr.patch import Change, Operation
 from dcr.ready import Ready
-from dcr.schema import Schema, TensorSpec
+from dcr.schema import Schema
 from dcr.views import Bits, Lanes
 
 OPERATIONS = pytest.mark.parametrize("operation", list(Operation), ids=lambda operation: operation.name.lower())
@@ -173,7 +173,7 @@ class World:
         self.loader = NativeLoader(self.engine, waive=waive)
 
     def bind(self) -> None:
-        shards = [Shard(t, t, whole(spec.shape, _strides(spec))) for t, spec in enumerate(self.schema.tensors)]
+        shards = [Shard(t, t, whole(spec.shape, row_major(spec.shape))) for t, spec in enumerate(self.schema.tensors)]
         self.layout = Layout(
             self.schema, tuple(one.spec for one in frames.plan(self.schema, shards, self._frame_elems))
         )
@@ -269,10 +269,3 @@ def _change(operation: Operation, old: Bits, new: Bits, share: float) -> Change:
     positions = np.flatnonzero(old != new).astype(np.uint32)
     values = {Operation.OVERWRITE: new, Operation.XOR: new ^ old, Operation.STEP: new - old}[operation]
     return Change(operation, positions, values[positions])
-
-
-def _strides(spec: TensorSpec) -> list[int]:
-    strides = [1]
-    for n in reversed(spec.shape[1:]):
-        strides.append(strides[-1] * n)
-    return strides[::-1] if spec.shape else []

@@ -1,7 +1,8 @@
 """Engines whose loaders do what real ones do, and what a recorder is likely to get wrong.
 
 Each case is a model, a loader with its post-load step, a checkpoint's shapes, and the kind that every tensor must get.
-They restate, in a few lines of torch each, loaders of the engines that are in use; `dcr.testing.EngineTests` runs them.
+They restate, in a few lines of torch each, loaders of the engines that are in use; the kit for adapters
+(`dcr.testing.engines.EngineTests`) runs them.
 """
 
 from __future__ import annotations

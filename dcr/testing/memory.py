@@ -91,7 +91,7 @@ class MemoryRun:
     async def writer(self, part: tuple[int, int]) -> AsyncIterator[_WriterLink]:
         """See `dcr.seams.Run.writer`."""
         if not 0 < part[0] < part[1]:
-            raise LocalError(f"writer {part[0]} of {part[1]}: the first one is the sender")
+            raise LocalError(f"expected a writer from 1 to {part[1] - 1}, found {part[0]}: the first one is the sender")
         yield _WriterLink(self)
 
     @asynccontextmanager
@@ -235,7 +235,7 @@ class _SenderLink:
             case Commit():
                 pass  # members look at the head itself
             case header:
-                raise LocalError(f"a publisher does not send {type(header).__name__}")
+                raise LocalError(f"a publisher sends Open, Chunk, Seal, Abort or Commit, not {type(header).__name__}")
         self._run.wake()
 
     async def receive(self) -> Message:
@@ -246,13 +246,13 @@ class _SenderLink:
         if self.inbox:
             return self.inbox.popleft()
         if self.closed:
-            raise IncompleteError("the link is closed")
+            raise IncompleteError("the link is closed: nothing more comes over it, open another")
         return None
 
     def _mine(self, identity: Identity) -> Attempt:
         attempt = self._run.attempts.get(identity)
         if attempt is None or attempt.owner is not self:
-            raise LocalError(f"{identity} has not been opened on this link")
+            raise LocalError(f"{identity} has not been opened on this link; send its Open first")
         return attempt
 
 
@@ -298,7 +298,7 @@ class _MemberLink:
                     self._run.attempts[identity].owner.inbox.append(wire.encode(message))
                     self._run.wake()
             case header:
-                raise LocalError(f"a member does not send {type(header).__name__}")
+                raise LocalError(f"a member sends Join, Leave, Ack or Nack, not {type(header).__name__}")
 
     async def receive(self) -> Message:
         """See `dcr.seams.Link.receive`."""
@@ -306,7 +306,7 @@ class _MemberLink:
 
     def _look(self) -> Message | None:
         if self.closed:
-            raise IncompleteError("the link is closed")
+            raise IncompleteError("the link is closed: nothing more comes over it, open another")
         head = self._run.ledger.head
         if head is None:
             return None

@@ -5,7 +5,7 @@ N  elements of a frame      K  changed elements
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,16 +157,10 @@ class Bench:
 def layout_of(weights: Mapping[str, Weight], frame_elems: int = 7) -> Layout:
     """The layout of a trainer that publishes these weights, in frames of so many elements."""
     specs = tuple(TensorSpec(name, weight.dtype, weight.bits.shape) for name, weight in weights.items())
-    shards = [Shard(index, index, boxes.whole(spec.shape, _strides(spec.shape))) for index, spec in enumerate(specs)]
+    dense = [boxes.whole(spec.shape, boxes.row_major(spec.shape)) for spec in specs]
+    shards = [Shard(index, index, box) for index, box in enumerate(dense)]
     schema = Schema(specs)
     return Layout(schema, tuple(one.spec for one in frames.plan(schema, shards, frame_elems)))
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    strides: list[int] = []
-    for extent in reversed((*shape[1:], 1)):
-        strides.insert(0, extent * (strides[0] if strides else 1))
-    return strides
 
 
 def any_bits(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> Bits:

@@ -33,7 +33,7 @@ class Desk:
         """The next message; looks again every poll_s."""
         while not self._found:
             if self._closed:
-                raise IncompleteError("the link is closed")
+                raise IncompleteError("the link is closed: nothing more comes over it, open another")
             await anyio.to_thread.run_sync(self._alone, partial(self._look, look))
             if not self._found:
                 await anyio.sleep(self._poll_s)

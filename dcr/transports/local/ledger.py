@@ -41,7 +41,10 @@ class FileLedger:
         try:
             return msgspec.msgpack.decode(data, type=Head), hashlib.blake2b(data, digest_size=16).digest()
         except msgspec.MsgspecError as error:
-            raise WireError(f"{self._path} is not a head record: {error}") from error
+            raise WireError(
+                f"{self._path} is not a head record ({error}): "
+                "it is damaged, or another program's; start a run elsewhere"
+            ) from error
 
     def _swap(self, head: Head, tag: bytes) -> bool:
         self._disk.make(self._path.parent)

@@ -83,7 +83,7 @@ class MemberLink:
                 with suppress(FileNotFoundError):  # the attempt was removed: nobody counts its votes
                     disk.write(folder / f"{file_name(self._ref)}.{self._votes:08d}", *data)
             case header:
-                raise LocalError(f"a member does not send {type(header).__name__}")
+                raise LocalError(f"a member sends Join, Leave, Ack or Nack, not {type(header).__name__}")
 
     def _receive(self) -> Message | None:
         head, _ = self._run.ledger.look()
@@ -141,9 +141,7 @@ class MemberLink:
             return self._wait_over(folder)
         present = {path.name: path for path in listed(folder)}
         if "seal" in present and present["seal"] not in self._seen:
-            present |= {
-                path.name: path for path in listed(folder)
-            }  # a list made beside a write may miss some before it
+            present |= {path.name: path for path in listed(folder)}  # one made beside a write may miss some before it
         news = [present[name] for name in sorted(present) if name.endswith(".chunk")]
         news += [present[name] for name in present if name == "seal"]
         self._waiting.extend(path for path in news if path not in self._seen)

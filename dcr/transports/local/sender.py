@@ -71,7 +71,7 @@ class SenderLink:
             case Commit():
                 pass  # members look at the head itself
             case header:
-                raise LocalError(f"a publisher does not send {type(header).__name__}")
+                raise LocalError(f"a publisher sends Open, Chunk, Seal, Abort or Commit, not {type(header).__name__}")
 
     def _abort(self, folder: Path, data: tuple[bytes, bytes]) -> None:
         """Say that it is given up, and remove its chunks; in this order, unless the disk is full."""
@@ -88,7 +88,7 @@ class SenderLink:
 
     def _attempt(self, identity: Identity) -> Path:
         if self._folder is None or self._folder.name != folder_name(identity):
-            raise LocalError(f"{identity} has not been opened on this link")
+            raise LocalError(f"{identity} has not been opened on this link; send its Open first")
         return self._folder
 
     def _receive(self) -> Message | None:
@@ -136,7 +136,7 @@ class WriterLink:
 
     def __init__(self, run: LocalRun, part: tuple[int, int]) -> None:
         if not 0 < part[0] < part[1]:
-            raise LocalError(f"writer {part[0]} of {part[1]}: the first one is the sender")
+            raise LocalError(f"expected a writer from 1 to {part[1] - 1}, found {part[0]}: the first one is the sender")
         self._run = run
         self._writer = part[0]
         self._desk = Desk(run.poll_s)
