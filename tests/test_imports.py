@@ -1,4 +1,4 @@
-"""What may import what: the pure rooms stay pure, and nothing starts torch before it is needed.
+"""What may import what: the pure rooms stay pure, imports point up the map, nothing starts torch before it is needed.
 
 The rooms are read as source (ast), so an import hidden in a function counts too.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import pytest
 import dcr
 
 PACKAGE = Path(dcr.__file__).parent
+README = Path(__file__).parent.parent / "README.md"
 
 ROOMS = (
     "errors",
@@ -64,13 +66,34 @@ def _sources(room: str) -> list[Path]:
 def _imports(path: Path) -> Iterator[str]:
     """Every module that a file imports, absolute; a name taken from `dcr` itself counts as a room."""
     package = ["dcr", *path.relative_to(PACKAGE).parent.parts]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _executed(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
             yield from (f"{module}.{alias.name}" for alias in node.names) if module == "dcr" else (module,)
+
+
+def _executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker reads."""
+    yield tree
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            yield from _executed(node)
+
+
+def _rows() -> dict[str, int]:
+    """Where in the README's map each module or folder stands, counted from its top."""
+    section = README.read_text().split("## Map of the files", 1)[1].split("\n## ", 1)[0]
+    lines = enumerate(section.splitlines())
+    return {path: row for row, line in lines for path in re.findall(r"`(dcr/[\w/.]+)`", line)}
+
+
+def _row(rows: dict[str, int], module: str) -> int:
+    """A room's row; the package's own where it is a public name that is imported."""
+    room = "/".join(module.split(".")[:2])
+    return rows.get(f"{room}.py") or rows.get(f"{room}/") or rows["dcr/__init__.py"]
 
 
 def _allowed(room: str, module: str) -> bool:
@@ -86,6 +109,16 @@ def test_a_pure_room_imports_only_pure_things(room: str) -> None:
     files = _sources(room)
     assert files, f"the room dcr/{room} does not exist"
     assert {module for path in files for module in _imports(path) if not _allowed(room, module)} == set()
+
+
+def test_imports_point_up_the_map() -> None:
+    """So there is no cycle of rooms, and who reads from the top meets nothing that was not explained."""
+    rows, down = _rows(), set()
+    for path in PACKAGE.rglob("*.py"):
+        room = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        modules = {module for module in _imports(path) if module.partition(".")[0] == "dcr"} - ALSO["kernels"]
+        down |= {(room, module) for module in modules if _row(rows, module) > _row(rows, room)}
+    assert down == set()
 
 
 def test_only_sources_and_loaders_name_torch() -> None:
