@@ -3,8 +3,8 @@
     B  rows of a table      N  elements of a table      K  changed elements      T  tensors      n  bytes of a stream
 
 Each of the first group takes a table, so any number of tensors is one call, and makes one pass over memory;
-`dcr.reference` defines what it computes. The second group codes streams, and `dcr.coding` and
-`dcr.classes` define it. The compiled ones
+`dcr.reference` defines what it computes. The second group codes streams, and `dcr.coding`,
+`dcr.classes` and `dcr.blake3` define it. The compiled ones
 release the GIL, check every row and position again, and raise before anything is written. Which implementation runs is
 decided by the build and never falls back: a compiled module that does not load is an error. No environment variable is
 read.
@@ -20,7 +20,7 @@ Bytes moved, with b bytes per stored element and c after the value map:
     gaps_of, positions_of    5 K          pack       2 n read, what it gives written
     symbols_of, values_of    K (1 + c)    unpack     what it takes + n
     split, merge             N c + 2 K (4 + c)
-    planes_of, of_planes     2 N c
+    planes_of, of_planes     2 N c                blake3     n
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Final
 import numpy as np
 
 from dcr import classes, coding, reference
+from dcr.blake3 import blake3 as numpy_blake3
 from dcr.coding import Octets
 from dcr.errors import BaseMismatch, LayoutError, PayloadError
 from dcr.reference import F32_BF16, F32_F16, NONE, OVERWRITE, SOURCE_WIDTH, STEP, TARGET_WIDTH, XOR
@@ -326,6 +327,11 @@ def unpack(packed: Octets, size: int) -> Octets:
         return _native.unpack(packed, size)
     except ValueError as error:
         raise PayloadError(str(error)) from None
+
+
+def blake3(data: bytes | memoryview) -> bytes:
+    """The BLAKE3 hash (32 bytes) of bytes [n]."""
+    return _native.blake3(data) if NATIVE else numpy_blake3(data)
 
 
 def split(base: Bits, cuts: Octets, positions: Positions, values: Bits) -> tuple[Positions, Bits, list[int]]:

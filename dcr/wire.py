@@ -10,7 +10,6 @@ bodies are bound by the digests in Chunk and Seal.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import zlib
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from dcr import kernels
 from dcr.errors import IncompleteError, PayloadError, WireError
 
 MAGIC = b"DCR\x01"
@@ -250,7 +250,7 @@ def parse(data: bytes) -> Message:
 def chunk_digest(frame: int, codec: str, operation: int, changed: int, content: bytes, body: bytes) -> bytes:
     """The digest (32 bytes) that binds a chunk's body to what its header says of it."""
     fields = msgspec.msgpack.encode((frame, codec, operation, changed, content))
-    return hashlib.sha256(fields + hashlib.sha256(body).digest()).digest()
+    return kernels.blake3(fields + kernels.blake3(body))
 
 
 def check_chunk(chunk: Chunk, body: bytes) -> None:

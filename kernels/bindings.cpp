@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/blake3.hpp"
 #include "cpu/cast.hpp"
 #include "cpu/classes.hpp"
 #include "cpu/huffman.hpp"
@@ -296,6 +297,17 @@ nb::tuple select(nb::handle positions_, nb::handle runs_) {
     return nb::make_tuple(indices, local);
 }
 
+nb::bytes blake3(nb::handle data_) {
+    const Lent data(data_, "data");
+    data.expect("B", 1, 1);
+    uint8_t out[BLAKE3_BYTES];
+    {
+        nb::gil_scoped_release released;
+        dcr::blake3(data.data<uint8_t>(), data.length(), out);
+    }
+    return nb::bytes(out, sizeof out);
+}
+
 nb::object gaps_of(nb::handle positions_) {
     const Lent positions(positions_, "positions");
     positions.expect(UNSIGNED, 4, 1);
@@ -491,6 +503,7 @@ NB_MODULE(_native, module) {
     module.def("digest_at", &dcr::bindings::digest_at, "storages"_a, "rows"_a, "keys"_a, "positions"_a, "bits"_a);
     module.def("check_ascending", &dcr::bindings::check_ascending, "positions"_a, "numel"_a);
     module.def("select", &dcr::bindings::select, "positions"_a, "runs"_a);
+    module.def("blake3", &dcr::bindings::blake3, "data"_a);
     module.def("gaps_of", &dcr::bindings::gaps_of, "positions"_a);
     module.def("positions_of", &dcr::bindings::positions_of, "gaps"_a, "changed"_a, "numel"_a);
     module.def("symbols_of", &dcr::bindings::symbols_of, "values"_a);

@@ -31,6 +31,7 @@ ROOMS = (
     "views",
     "reference",
     "classes",
+    "blake3",
     "coding",
     "kernels",
     "patch",

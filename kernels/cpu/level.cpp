@@ -19,18 +19,18 @@ bool has_f16c() {
 #endif
 
 std::vector<Level> detect() {
-    std::vector<Level> found{{"portable", &PORTABLE, &PORTABLE_CODERS, &PORTABLE_CLASSERS}};
+    std::vector<Level> found{{"portable", &PORTABLE, &PORTABLE_CODERS, &PORTABLE_CLASSERS, &PORTABLE_HASHERS}};
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi") || !__builtin_cpu_supports("bmi2") ||
         !has_f16c())
         return found;
-    found.push_back({"avx2", &AVX2, &AVX2_CODERS, &AVX2_CLASSERS});
+    found.push_back({"avx2", &AVX2, &AVX2_CODERS, &AVX2_CLASSERS, &AVX2_HASHERS});
     // VBMI looks bytes up in tables, VBMI2 compresses 8- and 16-bit lanes: Ice Lake, Zen 4 and later.
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi") &&
         __builtin_cpu_supports("avx512vbmi2"))
-        found.push_back({"avx512", &AVX512, &AVX512_CODERS, &AVX512_CLASSERS});
+        found.push_back({"avx512", &AVX512, &AVX512_CODERS, &AVX512_CLASSERS, &AVX512_HASHERS});
 #endif
     return found;
 }

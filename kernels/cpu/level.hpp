@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "blake3.hpp"
 #include "classes.hpp"
 #include "coders.hpp"
 #include "spans.hpp"
@@ -15,6 +16,7 @@ struct Level {
     const Spans* spans;
     const Coders* coders;
     const Classers* classers;
+    const Hashers* hashers;
 };
 
 // The levels that this machine can run, lowest first; "portable" is always there.

@@ -162,9 +162,9 @@ struct Check {
         for (const uint32_t position : positions) base[position] ^= W(1) << below(8 * sizeof(W));
         Changes found = compare(table(Follow::HERE), base.get(), NONE);
         demand(found.size() == K, "compare finds more or less than what changed");
-        Exact<uint32_t> at(K);
-        Exact<W> now(K), old(K);
-        found.take(at.get(), now.get(), old.get());
+        const Memory taken_at = found.take_positions(), taken_now = found.take_bits(), taken_old = found.take_old();
+        const uint32_t* at = static_cast<const uint32_t*>(taken_at.get());
+        const W *now = static_cast<const W*>(taken_now.get()), *old = static_cast<const W*>(taken_old.get());
         for (size_t i = 0; i < K; ++i)
             demand(at[i] == positions[i] && now[i] == bits_of(at[i]) && old[i] == base[at[i]], "compare");
     }
@@ -250,7 +250,7 @@ struct Check {
 void casts() {
     const Check<uint32_t> check;
     for (const int kind : {F32_BF16, F32_F16}) {
-        Exact<uint16_t> cast(check.N), base(check.N), now(check.K), old(check.K);
+        Exact<uint16_t> cast(check.N), base(check.N);
         read(check.table(Follow::HERE), kind, cast.get());
         for (size_t i = 0; i < check.N; ++i) {
             const uint32_t bits = check.bits_of(i);
@@ -259,9 +259,11 @@ void casts() {
         }
         for (const uint32_t position : check.positions) base[position] ^= 1;
         Changes found = compare(check.table(Follow::HERE), base.get(), kind);
-        Exact<uint32_t> at(found.size());
         demand(found.size() == check.K, "compare with a cast finds more or less than what changed");
-        found.take(at.get(), now.get(), old.get());
+        const Memory taken_at = found.take_positions(), taken_now = found.take_bits(), taken_old = found.take_old();
+        const uint32_t* at = static_cast<const uint32_t*>(taken_at.get());
+        const uint16_t *now = static_cast<const uint16_t*>(taken_now.get()),
+                       *old = static_cast<const uint16_t*>(taken_old.get());
         for (size_t i = 0; i < check.K; ++i)
             demand(at[i] == check.positions[i] && now[i] == cast[at[i]] && old[i] == base[at[i]], "compare with a cast");
     }
