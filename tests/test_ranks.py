@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from refits import FAST, publish
-from tensor_parallel import SCHEMA, SPECS, ToyRank, fill, in_threads, parts, touched, toys, trainer_of, values
+from tensor_parallel import SCHEMA, SPECS, ToyRank, fill, in_threads, parts, split, touched, toys, trainer_of, values
 
 import dcr
 from dcr import reference
-from dcr.errors import DigestMismatch, LayoutError, Poisoned, ReadBackError, StateError
+from dcr.errors import DigestMismatch, LayoutError, Poisoned, ReadBackError, SchemaError, StateError
 from dcr.frames import FrameSpec, Layout, Region
 from dcr.patch import Change, Operation
 from dcr.schema import keys
@@ -86,6 +86,43 @@ def test_a_member_has_at_least_one_rank() -> None:
 def test_a_rank_that_is_missing_is_noticed_when_they_are_bound() -> None:
     with pytest.raises(LayoutError, match=r"a_rows \(30 of 60 elements\)"):
         Ranks(toys(2, values(1))[:1]).bind(layout())
+
+
+def without_experts(weights: dict[str, np.ndarray]) -> list[ToyRank]:
+    """Two ranks whose loader takes no experts."""
+    ranks = [ToyRank(r, 2, split=lambda spec, *at: [] if "expert" in spec.name else split(spec, *at)) for r in range(2)]
+    for rank in ranks:
+        rank.fill(SPECS, weights)
+    return ranks
+
+
+@pytest.mark.parametrize("waive", [(), ("expert", "f_*")])
+def test_a_tensor_that_no_rank_holds_is_refused_by_name_unless_it_is_waived(waive: Sequence[str]) -> None:
+    with pytest.raises(SchemaError, match=r"1 of 7 tensors are published, and no rank holds any of them: e_expert\."):
+        Ranks(without_experts(values(1)), waive=waive).bind(layout())
+
+
+async def test_a_waived_tensor_that_no_rank_holds_counts_for_the_digest(tmp_path: Path) -> None:
+    weights = values(1)
+    trainer, ranks = trainer_of(weights), without_experts(values(9))
+    url = f"local://{tmp_path / 'run'}"
+    member = Ranks(ranks, waive=["*_expert"])
+    async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST, frame_elems=33) as publisher:
+        await publish(publisher, 1)
+        async with dcr.subscriber(url, loader=member, member="m", transport=FAST) as versions:
+            await (await anext(versions)).install()
+            await publisher.joined(1)
+            for version in range(2, 5):
+                weights = touched(weights, version)
+                fill(trainer, weights)
+                await publisher.publish(version)
+                delta = await anext(versions)
+                assert delta.kind == "delta"
+                await delta.install()
+                assert parts(ranks) == parts(without_experts(weights))
+                assert np.array_equal(member.digest(), whole_digest(weights))
+            member.bind(layout())  # anew: what was kept is of the layout before
+            assert not np.array_equal(member.digest(), whole_digest(weights))
 
 
 def test_parts_that_overlap_are_refused_by_name() -> None:

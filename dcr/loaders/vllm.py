@@ -71,7 +71,7 @@ class VllmLoader:
             self._workers = await anyio.to_thread.run_sync(
                 lambda: workers.accept(listener, len(told), key, answer_s=self._timeout_s)
             )
-        self._ranks = Ranks(self._workers)
+        self._ranks = Ranks(self._workers, waive=self._waive)
         return self
 
     async def __aexit__(

@@ -14,17 +14,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dcr import coverage, digest
-from dcr.errors import DigestMismatch, StateError
+from dcr.boxes import Box, Dim
+from dcr.errors import DigestMismatch, SchemaError, StateError
 from dcr.frames import Layout, Region
 from dcr.patch import Change
+from dcr.placement import Place, Placement
 from dcr.seams import Batching, RankLoader, RankReady
-from dcr.views import Lanes
+from dcr.views import UNSIGNED, Lanes
 
 Result = TypeVar("Result")
 
@@ -74,24 +77,36 @@ class _Parts:
 class Ranks:
     """The ranks of one member, in order, as one loader; all are called at once, each by one thread at a time.
 
+    waive: patterns (as in fnmatch) of published names that no rank need hold. Such tensors are kept here, beside the
+    engine, in canonical form.
+
     Raises:
         StateError: there are none.
     """
 
-    def __init__(self, ranks: Sequence[RankLoader[Any]]) -> None:
+    def __init__(self, ranks: Sequence[RankLoader[Any]], *, waive: Sequence[str] = ()) -> None:
         if not ranks:
             raise StateError("a member has at least one rank; none was given")
-        self._ranks = tuple(ranks)
-        self._pool = ThreadPoolExecutor(len(ranks), thread_name_prefix="dcr-rank")
+        self._given = tuple(ranks)
+        self._ranks: tuple[RankLoader[Any], ...] = self._given
+        self._waive = tuple(waive)
+        self._pool = ThreadPoolExecutor(len(ranks) + 1, thread_name_prefix="dcr-rank")
         self._bound: _Parts | None = None
 
     def bind(self, layout: Layout) -> None:
         """See `dcr.seams.Loader.bind`.
 
         Raises:
+            SchemaError: no rank holds any of a tensor, and it is not waived.
             LayoutError: what the ranks hold is not every element of the model once, or as equal regions.
         """
-        self._bound = _parts(layout, self._each(lambda rank: rank.bind(layout)))
+        held = self._each_number(lambda r: self._given[r].bind(layout), range(len(self._given)))
+        there = {part.tensor for parts in held for part in parts}
+        absent = [t for t, spec in enumerate(layout.schema.tensors) if spec.numel and t not in there]
+        spares = [_Spare(layout, absent)] if absent else []
+        bound = _parts(layout, [*held, *(spare.parts for spare in spares)])
+        self._require_waived(layout, absent)
+        self._ranks, self._bound = (*self._given, *spares), bound
 
     def epoch(self) -> bytes:
         """See `dcr.seams.Loader.epoch`."""
@@ -137,6 +152,16 @@ class Ranks:
             raise DigestMismatch("two ranks hold other bits of the same part of a tensor; seed this member anew")
         return lanes
 
+    def _require_waived(self, layout: Layout, absent: Sequence[int]) -> None:
+        names = [layout.schema.tensors[tensor].name for tensor in absent]
+        names = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in self._waive)]
+        if names:
+            raise SchemaError(
+                f"{len(names)} of {len(layout.schema.tensors)} tensors are published, and no rank holds any of them: "
+                f"{', '.join(names[:5])}. Either the engine's loader does not take them, and they may be waived; or it "
+                "has moved their weights out of its parameters, and has to be told to leave them (docs/engines.md)"
+            )
+
     @property
     def _parts(self) -> _Parts:
         if self._bound is None:
@@ -155,6 +180,33 @@ class Ranks:
                 errors[0][1].add_note(f"rank {r} of {len(self._ranks)}: {type(error).__name__}: {error}")
             raise errors[0][1]
         return [future.result() for _, future in futures]
+
+
+class _Spare:
+    """What no rank of the engine holds, as one more rank; see `dcr.seams.RankLoader`."""
+
+    def __init__(self, layout: Layout, tensors: Sequence[int]) -> None:
+        specs = [layout.schema.tensors[tensor] for tensor in tensors]
+        storages = [np.zeros(spec.numel, UNSIGNED[spec.width]) for spec in specs]
+        places = [
+            Place(tensor, storage, Box(0, 0, (Dim(spec.numel, 1, 1),)))
+            for storage, (tensor, spec) in enumerate(zip(tensors, specs, strict=True))
+        ]
+        self._placement = Placement(layout, storages, places, partial=True)
+        self.parts = self._placement.parts
+        self.prepare, self.install = self._placement.prepare, self._placement.install
+        self.undo, self.digest = self._placement.undo, self._placement.digest
+
+    def bind(self, layout: Layout) -> Sequence[Region]:  # noqa: ARG002
+        """Bound as it was made."""
+        return self.parts
+
+    def epoch(self) -> bytes:
+        """Nobody else can move this memory."""
+        return b""
+
+    def settle(self) -> None:
+        """Nothing is made of these tensors."""
 
 
 def _install(rank: RankLoader[Any], shares: Sequence[RankReady]) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
 from models import FAMILIES, Trainer, make_checkpoint
 
 import dcr
-from dcr.errors import LocalError, Poisoned, ReadBackError
+from dcr.errors import Poisoned, ReadBackError, SchemaError
 from dcr.transports.local import LocalTransport
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -270,6 +271,44 @@ async def test_an_install_that_breaks_on_one_of_two_ranks_is_undone_and_one_that
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_head_that_only_the_trainer_has_is_refused_by_name_unless_it_is_waived(
+    ranks: int, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint("llama", checkpoints / "llama")
+    trainer = Trainer(checkpoint)
+    trainer.v_head = torch.nn.Linear(128, 1, dtype=torch.bfloat16)
+    url = f"local://{tmp_path / 'run'}"
+    async with (
+        running(checkpoint, ranks, monkeypatch) as engine,
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
+    ):
+        await (await publisher.publish(1)).committed()
+        before = await engine.ask("digests")
+        async with dcr.loader("vllm", engine.engine) as loader:
+            with pytest.raises(SchemaError, match=r"v_head\.weight"):
+                async with dcr.subscriber(url, loader=loader, member="vllm", transport=FAST):
+                    pass
+        assert await engine.ask("digests") == before
+        async with (
+            dcr.loader("vllm", engine.engine, waive=["v_head.*"]) as loader,
+            dcr.subscriber(url, loader=loader, member="vllm", transport=FAST) as versions,
+        ):
+            for number in range(1, 4):
+                version = await anext(versions)
+                assert (version.number, version.kind) == (number, "seed" if number == 1 else "delta")
+                async with loader.updating(version):
+                    await version.install()
+                await publisher.joined(1)
+                trainer.step(seed=number)
+                await publisher.publish(number + 1)
+        trainer.step(seed=number)  # its own inverse: what was installed last
+        del trainer.v_head
+        saved = trainer.save(tmp_path / "checkpoint")
+        assert [one["differing"] for one in await engine.ask("differing", str(saved))] == [[]] * ranks
+
+
+@pytest.mark.matrix
 async def test_an_engine_that_repacked_its_weights_is_refused_by_name(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +323,6 @@ async def test_an_engine_that_repacked_its_weights_is_refused_by_name(
         dcr.loader("vllm", engine.engine) as loader,
     ):
         await (await publisher.publish(1)).committed()
-        with pytest.raises(LocalError, match=r"self_attn\.q_proj\.weight|qkv_proj\.weight"):
+        with pytest.raises(SchemaError, match=r"no rank holds any of them: model\.layers\.0\.mlp\.down_proj\.weight"):
             async with dcr.subscriber(url, loader=loader, member="vllm", transport=FAST):
                 pass
