@@ -21,7 +21,7 @@ from dcr.errors import LayoutError
 
 Index = NDArray[np.int64]
 HOLE = -1
-BLOCK_ELEMS = 1 << 20  # temporary memory of the pass over all elements
+BLOCK_ELEMS = 1 << 16  # temporary memory of the pass over all elements: it stays in cache
 
 # The items of one source and shape (extent, step in the source, canonical step; outermost first): int64 [R, 2], the
 # canonical and the source element at which each begins.
@@ -39,7 +39,7 @@ def fit(index: Index, shape: Sequence[int], *, starts: Sequence[int] = (0,), mos
     Raises:
         LayoutError: the map needs more than `most` boxes.
     """
-    if len(index) and index[0] >= 0 and index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all():
+    if len(index) and index[0] >= 0 and _ascends(index):
         source = bisect_right(starts, index[0]) - 1
         if source == bisect_right(starts, index[-1]) - 1:
             return [(source, Box(int(index[0]) - starts[source], 0, (Dim(len(index), 1, 1),)).simplified())]
@@ -60,6 +60,15 @@ def fit(index: Index, shape: Sequence[int], *, starts: Sequence[int] = (0,), mos
         for there, here in items.tolist()
     ]
     return sorted(found, key=lambda pair: pair[1].there0)
+
+
+def _ascends(index: Index) -> bool:
+    """True if every element is the one before, and one more."""
+    count, first = np.arange(min(len(index), BLOCK_ELEMS)), index[0]
+    return bool(index[-1] - first == len(index) - 1) and all(
+        np.array_equal(block := index[start : start + BLOCK_ELEMS], count[: len(block)] + (first + start))
+        for start in range(0, len(index), BLOCK_ELEMS)
+    )
 
 
 def _rows(index: Index, row_elems: int, starts: Index) -> _Level | None:

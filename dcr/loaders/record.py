@@ -174,9 +174,8 @@ class _Recorder:
 
     def _probe(self, tensors: Sequence[int], memories: Sequence[int]) -> list[Finding]:
         """Load numbers, digit by digit, and read them back."""
-        stored = {self._trial.stand_ins.memories[index].dtype for index in memories}
-        floating = frozenset(str(dtype).removeprefix("torch.") for dtype in stored if dtype.is_floating_point)
-        numbering = Numbering(tuple(self._specs[tensor] for tensor in tensors), floating)
+        stored = frozenset(self._trial.stand_ins.memories[index].dtype for index in memories)
+        numbering = Numbering(tuple(self._specs[tensor] for tensor in tensors), stored)
         place = {tensor: index for index, tensor in enumerate(tensors)}
         pictures: list[dict[int, Octets]] = []
         for number in range(numbering.passes):
@@ -189,12 +188,15 @@ class _Recorder:
         """What one memory holds of the numbers."""
         memory = self._trial.stand_ins.memories[index]
         bits = [memory.bits(picture) for picture in pictures]
+        numbers = numbering.read(bits, memory.dtype)
+        if memory.dtype is not torch.bool and (numbers >= 0).all():  # the usual case: nothing else is in there
+            homes, tangled = _fitted(numbers, memory, index, numbering, tensors)
+            return Finding(index, homes, np.empty(0, np.int64), bits[0][:0], 0, tangled)
         filled = [memory.bits(np.full(memory.width, blank(memory, number), np.uint8))[0] for number in (0, 1)]
         untouched, same = bits[0] == filled[0], np.ones(len(bits[0]), bool)
         for number, one in enumerate(bits[1:], start=1):
             untouched &= one == filled[number % 2]
             same &= one == bits[0]
-        numbers = numbering.read(bits, memory.dtype)
         mapped = (numbers >= 0) & ~untouched
         constant = same & ~mapped & ~untouched
         foreign = int(np.count_nonzero(~(mapped | untouched | constant)))

@@ -42,7 +42,7 @@ class StandIn:
         if self.small:
             return not np.array_equal(self.scratch, self.memory.live)
         whole = len(self.scratch) // 8 * 8
-        return bool(self.scratch[:whole].view(np.uint64).max() or self.scratch[whole:].any())
+        return bool(self.scratch[:whole].view(np.uint64).max(initial=0) or self.scratch[whole:].any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class StandIns:
             one = self._stand_ins[index]
             if one.small:
                 one.scratch[:] = one.memory.live
-            else:
+            elif one.scratched():  # otherwise its pages stay: to look at them again is cheap
                 self._arena.madvise(mmap.MADV_DONTNEED, one.start, -(-len(one.scratch) // PAGE) * PAGE)
 
     def scratch(self, index: int) -> Octets:

@@ -26,6 +26,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memories = memories
         self._tainted = {_address(tensor): tensor for tensor in sources}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; True would import torch's compiler, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
