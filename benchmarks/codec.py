@@ -15,7 +15,7 @@ memcpy of the weights over the time of the work; times are the processor's with 
 Bytes moved and rooflines, for N weights of 2 bytes, K of them changed: memcpy reads 2 N and writes 2 N. Compare reads
 4 N and writes 6 K; `read_share_of_memcpy` is what merely reading those 4 N takes here, measured in the same rounds with
 numpy: the roofline of compare and, with the codec's own work added, of encode. Prepare reads 6 K, a cache line (64
-bytes) per line that holds a change, and writes 8 K; install reads 6 K and touches such a line three times.
+bytes) per line that holds a change, and writes 8 K; install reads 6 K, and reads and writes such a line.
 """
 
 from __future__ import annotations

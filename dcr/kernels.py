@@ -12,7 +12,7 @@ read.
 Bytes moved, with b bytes per stored element and c after the value map:
 
     read       N (b + c)                  gather     K (4 + b), and each cache line touched
-    compare    N (b + c) + 2 K (4 + 2 c)  scatter    2 K (4 + b), and each cache line touched, two or three times
+    compare    N (b + c) + 2 K (4 + 2 c)  scatter    2 K (4 + b), and each cache line touched, both ways
     capture    as compare + K (4 + 2 c)
     digest     N b                        digest_at  K (4 + c)
     select     K 4 + K' 12              prepare    K (4 + 3 b), and each cache line touched

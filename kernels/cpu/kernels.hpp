@@ -61,7 +61,7 @@ void prepare(const Table& table, const uint64_t* keys, const uint32_t* positions
              Operation operation, void* old, void* now, uint64_t* old_sums, uint64_t* new_sums);
 
 // positions [K], bits [K]: writes all of them, then reads all of them back; returns how many do not hold their bits.
-//                                                      Moves 2 K (4 + b) + two or three cache lines per line touched.
+//                                                      Moves 2 K (4 + b) + two cache lines per line touched.
 size_t scatter(const Table& table, const uint32_t* positions, const void* bits, size_t K);
 
 // keys and sums [T, 2]: adds the digest lanes of all elements, after the value map.                  Moves N b.

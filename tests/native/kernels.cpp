@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/blake3.hpp"
 #include "cpu/cast.hpp"
 #include "cpu/level.hpp"
 
@@ -269,6 +270,21 @@ void casts() {
     }
 }
 
+// A published vector, and data of any size as the portable level hashes it.
+void hashes() {
+    const Exact<uint8_t> counted(31'744), data = random_bits<uint8_t>(below(40'000));
+    for (size_t i = 0; i < counted.size; ++i) counted[i] = uint8_t(i % 251);
+    Exact<uint8_t> found(BLAKE3_BYTES), expected(BLAKE3_BYTES);
+    blake3(counted.get(), counted.size, found.get());
+    demand(found[0] == 0x62 && found[1] == 0xB6 && found[30] == 0x5C && found[31] == 0x47, "blake3 of a published vector");
+    blake3(data.get(), data.size, found.get());
+    const std::string name = level().name;
+    use_level("portable");
+    blake3(data.get(), data.size, expected.get());
+    use_level(name);
+    demand(found == expected, "blake3");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -282,6 +298,7 @@ int main(int argc, char** argv) {
             Check<uint32_t>().all();
             Check<uint64_t>().all();
             casts();
+            hashes();
         }
         std::printf("%s: %zu rounds\n", level.name, rounds);
     }
