@@ -8,7 +8,7 @@
 
 namespace dcr {
 
-// Positions of a chunk. While one is worked on, the lines of the next are on their way into L2: a core waits there for
+// Positions of a chunk. While one is worked on, the lines of as many more are on their way into L2: a core waits there for
 // several times as many lines at once as in L1, so nothing is asked for in L1 itself.
 constexpr size_t CHUNK = 64, FAR_CHUNK = 256;  // the latter where no element is touched
 
@@ -64,7 +64,7 @@ class Chunks {
     std::optional<Locator> locator_;
 };
 
-// Asks for the lines of a chunk, and for a line of each page that the chunk after it lies in if its elements are as close:
+// Asks for the lines of a chunk and, where a run is long, for a line of each page that the chunk after it should lie in:
 // where a page is takes as long to find out as to fetch a line. Plain loops: gcc drops calls of what only prefetches.
 template <class W>
 [[gnu::always_inline]] inline void fetch(const Chunk<W>& chunk, const uint32_t* positions) {
@@ -73,7 +73,7 @@ template <class W>
     const uint64_t step = uint64_t(chunk.region->inner().here) * sizeof(W);
     const uint64_t span = (last - first) * step;  // huge if the stride is negative
     const char* after = reinterpret_cast<const char*>(chunk.at(last, step)) + span;
-    if (span <= MOST_PAGES * PAGE)
+    if (chunk.count == CHUNK && span <= MOST_PAGES * PAGE)
         for (uint64_t page = 0; page < span; page += PAGE) __builtin_prefetch(after + page, 0, 2);
     for (size_t i = 0; i < chunk.count; ++i) __builtin_prefetch(chunk.at(positions[chunk.from + i], step), 0, 2);
 }
@@ -81,11 +81,24 @@ template <class W>
 // Calls f(chunk) for all positions in order. FETCH: their elements are going to be touched.
 template <class W, bool FETCH = true, class F>
 void for_chunks(const Table& table, const uint32_t* positions, size_t K, F&& f) {
+    constexpr size_t MOST_AHEAD = 8;  // chunks, of short runs
     Chunks<W> chunks(table, positions, K, FETCH ? CHUNK : FAR_CHUNK);
-    for (Chunk<W> now = chunks.next(), next; now.count; now = next) {
-        next = chunks.next();
-        if (FETCH && next.count) fetch(next, positions);
-        f(static_cast<const Chunk<W>&>(now));
+    Chunk<W> ahead[MOST_AHEAD];
+    size_t taken = 0, added = 0, waiting = 0;  // chunks, chunks, positions of those that are not taken
+    const auto look_ahead = [&]() __attribute__((always_inline)) {
+        while (waiting < CHUNK && added - taken < MOST_AHEAD) {
+            const Chunk<W> next = chunks.next();
+            if (next.count == 0) return;
+            if (FETCH) fetch(next, positions);
+            ahead[added++ % MOST_AHEAD] = next;
+            waiting += next.count;
+        }
+    };
+    for (look_ahead(); taken < added;) {
+        const Chunk<W> now = ahead[taken++ % MOST_AHEAD];
+        waiting -= now.count;
+        look_ahead();
+        f(now);
     }
 }
 
