@@ -90,7 +90,6 @@ class Fetch:
         self._worst_bytes = (
             max(codecs.worst_case_bytes(frame.numel, frame.width) for frame in layout.frames) if layout.frames else 0
         )
-        self.received_bytes = 0
         self.seal: Message | None = None
 
     def __aiter__(self) -> Fetch:
@@ -164,6 +163,5 @@ class Fetch:
             return None
         if not self._receipt.chunk(chunk):
             return None
-        self.received_bytes += len(body)
         lease.shrink(min(lease.nbytes, len(body)))
         return Parcel(chunk, body, lease)

@@ -306,7 +306,7 @@ class _MemberLink:
 
     def _look(self) -> Message | None:
         if self.closed:
-            raise IncompleteError("the link is closed: nothing more comes over it, open another")
+            raise IncompleteError(f"the link of {self._ref.member} is closed: nothing more comes over it, open another")
         head = self._run.ledger.head
         if head is None:
             return None
