@@ -3,7 +3,7 @@
     pip install . atheris && python tests/fuzz/bodies.py [-max_total_time=60] [-runs=N] [CORPUS_DIR]
 
 Any body gives a change that is sound, or a named error; the compiled kernels and the numpy reference agree on which.
-Any bytes give messages, or a WireError. The options are libFuzzer's; bodies that the encoders write are where it starts.
+Any bytes give messages, or a WireError. The options are libFuzzer's; bodies that encoders write are where it starts.
 
 An input is: 0 for a body or 1 for messages; for a body, 5 bytes of operation, log of the width, K and N - K; the bytes.
 """
@@ -104,7 +104,6 @@ def write_seeds(folder: Path) -> None:
                 bodies["classes"] = codec.SMALL.encode(change, numel, base=base)
                 for codec_name, body in bodies.items():
                     (folder / f"{name}-{codec_name}-{width}-{share}").write_bytes(header + body)
-
 
     abort = wire.Message(wire.Abort(wire.Identity("run", 1, 2, 1), "because"))
     chunk = wire.Message(wire.Chunk(wire.Identity("run", 1, 2, 1), 0, "gaps", 2, 9, b"d" * 32, b"c" * 16), b"body")
