@@ -37,6 +37,11 @@ class StandIn:
     def small(self) -> bool:
         return len(self.scratch) <= SMALL_BYTES
 
+    def begin(self) -> None:
+        """What is small begins as a copy; the rest has only zeros as long as it is not written."""
+        if self.small:
+            self.scratch[:] = self.memory.live
+
     def scratched(self) -> bool:
         """True if it has been written although nothing should have written it."""
         if self.small:
@@ -78,7 +83,8 @@ class StandIns:
         except BaseException:
             self._restore()
             raise
-        self.reset(range(len(self.memories)))
+        for one in self._stand_ins:
+            one.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -88,9 +94,8 @@ class StandIns:
         """Stand-ins as they were at first."""
         for index in memories:
             one = self._stand_ins[index]
-            if one.small:
-                one.scratch[:] = one.memory.live
-            elif one.scratched():  # otherwise its pages stay: to look at them again is cheap
+            one.begin()
+            if not one.small and one.scratched():  # otherwise its pages stay: to look at them again is cheap
                 self._arena.madvise(mmap.MADV_DONTNEED, one.start, -(-len(one.scratch) // PAGE) * PAGE)
 
     def scratch(self, index: int) -> Octets:
