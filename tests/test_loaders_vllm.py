@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,10 @@ from dcr.loaders.vllm import VllmLoader
 from dcr.subscribe import workers
 
 INSTALLED = ["pause", "start_weight_update", "finish_weight_update", "prefix", "mm", "encoder", "label 2", "resume"]
+
+
+def config(replicas: int = 1) -> Any:
+    return SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=replicas))
 
 
 class Worker:
@@ -55,6 +60,7 @@ class Engine:
 
     def __init__(self, ranks: list[ToyRank]) -> None:
         self.workers = [Worker(rank) for rank in ranks]
+        self.vllm_config = config()
         self.calls: list[str] = []
         self.paused = False
         self.flushes = True
@@ -97,6 +103,7 @@ class Offline:
 
     def __init__(self, ranks: list[ToyRank]) -> None:
         self.workers = [Worker(rank) for rank in ranks]
+        self.vllm_config = config()
         self.calls: list[str] = []
         self.llm_engine = self
 
@@ -296,6 +303,14 @@ async def test_workers_that_do_not_connect_are_missed(run: Run) -> None:
     with pytest.raises(RankError, match="rank 1 of 3"):
         async with VllmLoader(engine, pause="wait"):
             pass
+
+
+async def test_an_engine_of_several_replicas_is_refused_before_anything_is_asked_of_it(run: Run) -> None:
+    engine = Engine(run.ranks)
+    engine.vllm_config = config(replicas=2)
+    with pytest.raises(StateError, match="data_parallel_size=2"):
+        await VllmLoader(engine).__aenter__()
+    assert engine.calls == []
 
 
 async def test_a_loader_that_was_not_entered_says_so(run: Run) -> None:

@@ -43,6 +43,9 @@ class VllmLoader:
     waive: patterns (as in fnmatch) of published names that this engine may not have. host: see
     `dcr.subscribe.workers.listening`.
     timeout_s: how long a worker may take for one answer; recording a model takes several loads of it.
+
+    Raises:
+        StateError: on entry, if the engine consists of data parallel replicas: a call would reach one of them only.
     """
 
     def __init__(
@@ -64,6 +67,12 @@ class VllmLoader:
         self._updating = False
 
     async def __aenter__(self) -> VllmLoader:
+        replicas = self._core.vllm_config.parallel_config.data_parallel_size
+        if replicas != 1:
+            raise StateError(
+                f"expected an engine of one replica, found data_parallel_size={replicas}: what is asked of its workers "
+                "reaches one replica only; make an engine, and a member, of each"
+            )
         key = secrets.token_bytes(32)
         with workers.listening(self._host) as (listener, address):
             info = {"address": address, "key": key.hex(), "waive": self._waive}

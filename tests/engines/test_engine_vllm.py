@@ -47,6 +47,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # there may be fewer cores than ranks, and others at work on them
+        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }.items():
         monkeypatch.setenv(name, value)
@@ -99,8 +101,6 @@ async def running(
     checkpoint: Path, ranks: int, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> AsyncIterator[Engine]:
     settings = SETTINGS | {"tensor_parallel_size": ranks} | settings
-    cores = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if ranks == 1 else "1")
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
