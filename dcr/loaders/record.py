@@ -5,7 +5,7 @@
 Structure proposes: the loader runs on stand-ins, a unit of tensors at a time, with sources whose values number their
 elements; what arrives is fitted to boxes. Bits certify (`dcr.loaders.certify`): random patterns must land as the boxes
 say, on every byte. What operators were seen to do gives the reasons. Memory: a unit is one layer of a model; it takes
-about eight times its size, while it is recorded.
+about six times its size, while it is recorded.
 """
 
 from __future__ import annotations
