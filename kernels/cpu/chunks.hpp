@@ -106,19 +106,19 @@ void for_chunks(const Table& table, const uint32_t* positions, size_t K, F&& f) 
 struct Indices {
     const Region* region;
     size_t from, count;  // which positions
-    uint64_t there[FAR_CHUNK];
+    uint64_t there[CHUNK];
 };
 
 // Calls f(chunk) for all positions in order and, when enough have come together, g(indices) for those since the last time.
-template <class W, bool FETCH, class F, class G>
+template <class W, class F, class G>
 void for_indices(const Table& table, const uint32_t* positions, size_t K, F&& f, G&& g) {
     Indices indices{};
     const auto flush = [&] {
         if (indices.count) g(static_cast<const Indices&>(indices));
         indices.from += std::exchange(indices.count, 0);
     };
-    for_chunks<W, FETCH>(table, positions, K, [&](const Chunk<W>& chunk) {
-        if (indices.region != chunk.region || indices.count + chunk.count > (FETCH ? CHUNK : FAR_CHUNK)) flush();
+    for_chunks<W>(table, positions, K, [&](const Chunk<W>& chunk) {
+        if (indices.region != chunk.region || indices.count + chunk.count > CHUNK) flush();
         indices.region = chunk.region;
         f(chunk);
         spread(positions + chunk.from, chunk.count, chunk.there, chunk.region->inner().there,

@@ -104,28 +104,37 @@ DCR_INLINE Reached positions_body(const uint8_t* gaps, size_t G, size_t K, Reach
     return {i, k, elements};
 }
 
-// A value read as a signed step: 1, -1, 2, -2, ... are 1, 0, 3, 2, ...; a zero wraps round to the top and is escaped.
-template <class W>
-DCR_INLINE size_t encode_symbols_body(const W* values, size_t n, uint8_t* symbols) {
+// How many of n symbols are escapes, counted in bytes for as long as those can't overflow.
+DCR_INLINE size_t count_escapes(const uint8_t* symbols, size_t n) {
+    constexpr size_t PART = 128;
     size_t escaped = 0;
-    for (size_t i = 0; i < n; ++i) {
-        const W sign = W(W(0) - W(values[i] >> (8 * sizeof(W) - 1)));
-        const W zigzag = W(W(W(values[i] << 1) ^ sign) - 1);
-        symbols[i] = uint8_t(zigzag < ESCAPE ? zigzag : W(ESCAPE));
-        escaped += symbols[i] == ESCAPE;
+    for (size_t i = 0; i < n; i += PART) {
+        const size_t end = i + PART < n ? i + PART : n;
+        uint8_t found = 0;
+        for (size_t j = i; j < end; ++j) found = uint8_t(found + (symbols[j] == ESCAPE));
+        escaped += found;
     }
     return escaped;
 }
 
+// A value read as a signed step: 1, -1, 2, -2, ... are 1, 0, 3, 2, ...; a zero wraps round to the top and is escaped.
+template <class W>
+DCR_INLINE size_t encode_symbols_body(const W* values, size_t n, uint8_t* symbols) {
+    for (size_t i = 0; i < n; ++i) {
+        const W sign = W(W(0) - W(values[i] >> (8 * sizeof(W) - 1)));
+        const W zigzag = W(W(W(values[i] << 1) ^ sign) - 1);
+        symbols[i] = uint8_t(zigzag < ESCAPE ? zigzag : W(ESCAPE));
+    }
+    return count_escapes(symbols, n);
+}
+
 template <class W>
 DCR_INLINE size_t decode_symbols_body(const uint8_t* symbols, size_t n, W* values) {
-    size_t escaped = 0;
     for (size_t i = 0; i < n; ++i) {
         const W zigzag = W(W(symbols[i]) + 1);
         values[i] = W(W(zigzag >> 1) ^ W(W(0) - W(zigzag & 1)));
-        escaped += symbols[i] == ESCAPE;
     }
-    return escaped;
+    return count_escapes(symbols, n);
 }
 
 DCR_INLINE uint64_t little_word(const uint8_t* at) {

@@ -56,26 +56,24 @@ template <class W>
 void digest_positions(const Table& table, const uint64_t* keys, const uint32_t* positions, const W* bits, size_t K,
                       uint64_t* sums) {
     const Span<W>& span = level().spans->of<W>();
-    for_indices<W, false>(
-        table, positions, K, [](const Chunk<W>&) {},
-        [&](const Indices& indices) {
-            const Key key = key_of(*indices.region, keys);
-            add(*indices.region, span.digest_at(bits + indices.from, indices.count, indices.there, key), sums);
-        });
+    for_chunks<W, false>(table, positions, K, [&](const Chunk<W>& chunk) {
+        const Region& region = *chunk.region;
+        add(region, span.digest_at(bits + chunk.from, chunk.count, positions + chunk.from, chunk.there,
+                                   region.inner().there, key_of(region, keys)), sums);
+    });
 }
 
 template <class W>
 void digest_positions(const Table& table, const uint64_t* keys, const uint32_t* positions, const W* old, const W* now,
                       size_t K, uint64_t* old_sums, uint64_t* new_sums) {
     const Span<W>& span = level().spans->of<W>();
-    for_indices<W, false>(
-        table, positions, K, [](const Chunk<W>&) {},
-        [&](const Indices& indices) {
-            const Pair sums = span.digest_both(old + indices.from, now + indices.from, indices.count, indices.there,
-                                               key_of(*indices.region, keys));
-            add(*indices.region, sums.old, old_sums);
-            add(*indices.region, sums.now, new_sums);
-        });
+    for_chunks<W, false>(table, positions, K, [&](const Chunk<W>& chunk) {
+        const Region& region = *chunk.region;
+        const Pair sums = span.digest_both_at(old + chunk.from, now + chunk.from, chunk.count, positions + chunk.from,
+                                              chunk.there, region.inner().there, key_of(region, keys));
+        add(region, sums.old, old_sums);
+        add(region, sums.now, new_sums);
+    });
 }
 
 }  // namespace

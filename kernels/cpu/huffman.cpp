@@ -46,25 +46,33 @@ Lengths lengths_of(const std::array<uint64_t, 256>& totals) {
     if (n < 2) return lengths;
     std::stable_sort(bytes.begin(), bytes.end(), [&](uint8_t a, uint8_t b) { return totals[a] < totals[b]; });
 
-    constexpr uint64_t NONE = UINT64_MAX;  // heavier than anything: which list is taken from is a comparison, no branch
-    std::array<uint64_t, 257> leaves;
-    for (size_t i = 0; i < n; ++i) leaves[i] = totals[bytes[i]];
-    leaves[n] = NONE;
+    // Each list lies between two weights that lose every comparison, so which one is taken from is never a branch; and
+    // they are merged from both ends at once, since each step waits for the one before it.
+    constexpr uint64_t LIGHTER = 0, HEAVIER = UINT64_MAX;
+    std::array<uint64_t, 258> leaves;
+    leaves[0] = LIGHTER, leaves[n + 1] = HEAVIER;
+    for (size_t i = 0; i < n; ++i) leaves[i + 1] = totals[bytes[i]];
     std::array<std::array<bool, 512>, LONGEST> is_byte;
     std::array<uint64_t, 512> merged, pairs;
+    pairs[0] = LIGHTER;
     size_t paired = 0;
     for (auto& flags : is_byte) {
-        pairs[paired] = NONE;
+        pairs[paired + 1] = HEAVIER;
         const size_t size = n + paired;  // below 2n
-        for (size_t i = 0, b = 0, p = 0; i < size; ++i) {
-            const bool take = leaves[b] <= pairs[p];
+        size_t b = 1, p = 1, last_b = n, last_p = paired;
+        for (size_t i = 0, last = size - 1; i <= last; ++i, --last) {
+            const bool take = leaves[b] <= pairs[p], take_last = leaves[last_b] > pairs[last_p];
+            flags[last] = take_last;
+            merged[last] = take_last ? leaves[last_b] : pairs[last_p];
+            last_b -= take_last;
+            last_p -= !take_last;
             flags[i] = take;
             merged[i] = take ? leaves[b] : pairs[p];
             b += take;
             p += !take;
         }
         paired = size / 2;
-        for (size_t i = 0; i < paired; ++i) pairs[i] = merged[2 * i] + merged[2 * i + 1];
+        for (size_t i = 0; i < paired; ++i) pairs[i + 1] = merged[2 * i] + merged[2 * i + 1];
     }
     size_t bought = 2 * n - 2;
     for (unsigned level = LONGEST; level-- > 0;) {

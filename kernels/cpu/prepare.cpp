@@ -25,7 +25,7 @@ template <class W>
 void prepare_bits(const Table& table, const uint64_t* keys, const uint32_t* positions, const W* values, size_t K,
                   Operation operation, W* old, W* now, uint64_t* old_sums, uint64_t* new_sums) {
     const Span<W>& span = level().spans->of<W>();
-    for_indices<W, true>(
+    for_indices<W>(
         table, positions, K,
         [&](const Chunk<W>& chunk) {
             chunk.each(positions, [out = old + chunk.from](const W& element, size_t i) { out[i] = element; });

@@ -31,10 +31,12 @@ template <class W>
 struct Span {
     // Writes the numbers (first + i), new and old bits of all i in [0, n) with now[i] != base[i]; returns how many.
     size_t (*compare)(const W* now, const W* base, size_t n, uint32_t first, uint32_t* positions, W* bits, W* old);
-    // Adds up the digest lanes of n elements: canonical indices index + i * step, or indices[i].
+    // Adds up the digest lanes of n elements: canonical indices index + i * step, or index + positions[i] * step.
     Sums (*digest)(const W* bits, size_t n, uint64_t index, uint64_t step, Key key);
-    Sums (*digest_at)(const W* bits, size_t n, const uint64_t* indices, Key key);
-    // The same of old and new bits, which share their indices.
+    Sums (*digest_at)(const W* bits, size_t n, const uint32_t* positions, uint64_t index, uint64_t step, Key key);
+    // The same of old and new bits, which share their indices: those of positions, or indices[i].
+    Pair (*digest_both_at)(const W* old, const W* now, size_t n, const uint32_t* positions, uint64_t index, uint64_t step,
+                           Key key);
     Pair (*digest_both)(const W* old, const W* now, size_t n, const uint64_t* indices, Key key);
 };
 
@@ -92,10 +94,28 @@ DCR_INLINE Sums digest_body(const W* bits, size_t n, uint64_t index, uint64_t st
 }
 
 template <class W>
-DCR_INLINE Sums digest_at_body(const W* bits, size_t n, const uint64_t* indices, Key key) {
+DCR_INLINE Sums digest_at_body(const W* bits, size_t n, const uint32_t* positions, uint64_t index, uint64_t step, Key key) {
     uint64_t x = 0, y = 0;
-    for (size_t i = 0; i < n; ++i) mix_bits(mix_index(indices[i], key), bits[i], key, x, y);
+    if (step == 1)
+        for (size_t i = 0; i < n; ++i) mix_bits(mix_index(index + positions[i], key), bits[i], key, x, y);
+    else
+        for (size_t i = 0; i < n; ++i) mix_bits(mix_index(index + positions[i] * step, key), bits[i], key, x, y);
     return {x, y};
+}
+
+template <class W>
+DCR_INLINE Pair digest_both_at_body(const W* old, const W* now, size_t n, const uint32_t* positions, uint64_t index,
+                                    uint64_t step, Key key) {
+    uint64_t x = 0, y = 0, z = 0, w = 0;
+    const auto add = [&](uint64_t u, size_t i) __attribute__((always_inline)) {
+        mix_bits(u, old[i], key, x, y);
+        mix_bits(u, now[i], key, z, w);
+    };
+    if (step == 1)
+        for (size_t i = 0; i < n; ++i) add(mix_index(index + positions[i], key), i);
+    else
+        for (size_t i = 0; i < n; ++i) add(mix_index(index + positions[i] * step, key), i);
+    return {{x, y}, {z, w}};
 }
 
 template <class W>

@@ -144,8 +144,14 @@ DCR_TARGET Sums digest(const W* bits, size_t n, uint64_t index, uint64_t step, K
 }
 
 template <class W>
-DCR_TARGET Sums digest_at(const W* bits, size_t n, const uint64_t* indices, Key key) {
-    return digest_at_body(bits, n, indices, key);
+DCR_TARGET Sums digest_at(const W* bits, size_t n, const uint32_t* positions, uint64_t index, uint64_t step, Key key) {
+    return digest_at_body(bits, n, positions, index, step, key);
+}
+
+template <class W>
+DCR_TARGET Pair digest_both_at(const W* old, const W* now, size_t n, const uint32_t* positions, uint64_t index, uint64_t step,
+                               Key key) {
+    return digest_both_at_body(old, now, n, positions, index, step, key);
 }
 
 template <class W>
@@ -156,7 +162,7 @@ DCR_TARGET Pair digest_both(const W* old, const W* now, size_t n, const uint64_t
 DCR_TARGET void cast(const uint32_t* bits, size_t n, int kind, uint16_t* out) { cast_body(bits, n, kind, out); }
 
 template <class W>
-constexpr Span<W> span{compare<W>, digest<W>, digest_at<W>, digest_both<W>};
+constexpr Span<W> span{compare<W>, digest<W>, digest_at<W>, digest_both_at<W>, digest_both<W>};
 
 }  // namespace
 
