@@ -72,9 +72,9 @@ template <class W>
     const uint32_t first = positions[chunk.from], last = positions[chunk.from + chunk.count - 1];
     const uint64_t step = uint64_t(chunk.region->inner().here) * sizeof(W);
     const uint64_t span = (last - first) * step;  // huge if the stride is negative
-    const char* after = reinterpret_cast<const char*>(chunk.at(last, step)) + span;
+    const uint64_t after = chunk.here + last * step + span;  // a number: no pointer may leave the storage
     if (chunk.count == CHUNK && span <= MOST_PAGES * PAGE)
-        for (uint64_t page = 0; page < span; page += PAGE) __builtin_prefetch(after + page, 0, 2);
+        for (uint64_t at = after; at < after + span; at += PAGE) __builtin_prefetch(reinterpret_cast<const char*>(at), 0, 2);
     for (size_t i = 0; i < chunk.count; ++i) __builtin_prefetch(chunk.at(positions[chunk.from + i], step), 0, 2);
 }
 

@@ -80,7 +80,14 @@ struct Layout {
             std::swap(n[0], n[ndim - 1]);
             std::swap(stride[0], stride[ndim - 1]);
         }
-        int64_t row[COLUMNS] = {0, int64_t(elements), int64_t(below(T)), int64_t(below(100)), ndim};
+        uint64_t first = elements;
+        for (int d = 0; d < ndim; ++d) {
+            if (below(4)) continue;
+            first += stride[d] * (n[d] - 1);
+            stride[d] = -stride[d];  // backwards
+        }
+        if (ndim > 0 && below(8) == 0) n[below(uint64_t(ndim))] = 0;
+        int64_t row[COLUMNS] = {0, int64_t(first), int64_t(below(T)), int64_t(below(100)), ndim};
         for (int d = 0; d < ndim; ++d) {
             row[5 + d] = int64_t(n[d]);
             row[5 + MAX_DIMS + d] = int64_t(stride[d]);
