@@ -5,7 +5,10 @@ N elements of a table, K of them changed, T tensors.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -333,6 +336,39 @@ def test_scatter_notices_two_storages_over_the_same_memory() -> None:
     box = Box(0, 0, (Dim(8000, 1, 1),))
     table = Table((memory[:8000], memory[1000:]), rows_of([(0, 0, box), (1, 0, box)]))
     assert kernels.scatter(table, np.arange(16_000, dtype=np.uint32), np.arange(16_000, dtype=np.uint16)) == 7000
+
+
+# Of a storage whose halves are one memory, which no address tells: what is written to one is read from the other.
+MIRROR = 1 << 16  # elements of a half: whole pages, however large those are
+MAP_FIXED = 0x10
+MIRRORED = {
+    "the last chunk": (Box(0, 0, (Dim(2, MIRROR, 1),)), 1),
+    "a chunk before": (Box(0, 0, (Dim(2, MIRROR, 64), Dim(64, 1, 1))), 64),
+    "backwards": (Box(MIRROR + 63, 0, (Dim(2, -MIRROR, 64), Dim(64, -1, 1))), 64),
+}
+
+
+def mirrored(n: int, width: int) -> Bits:
+    """An array [2 n] whose halves are one memory."""
+    memory = mmap.mmap(-1, 2 * n * width)
+    bits = np.frombuffer(memory, UNSIGNED[width])
+    remap = ctypes.CDLL(None, use_errno=True).mmap
+    remap.restype = ctypes.c_void_p
+    how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED
+    with tempfile.TemporaryFile() as file:
+        file.truncate(n * width)
+        for address in (bits.ctypes.data, bits.ctypes.data + n * width):
+            at, size = ctypes.c_void_p(address), ctypes.c_size_t(n * width)
+            assert remap(at, size, *how, file.fileno(), ctypes.c_long(0)) == address
+    return bits
+
+
+@every_width
+@pytest.mark.parametrize(("box", "wrong"), [pytest.param(*case, id=name) for name, case in MIRRORED.items()])
+def test_scatter_reads_back_what_it_wrote_where_no_position_seems_shared(box: Box, wrong: int, width: int) -> None:
+    table = Table((mirrored(MIRROR, width),), rows_of([(0, 0, box)]))
+    positions = np.arange(table.numel, dtype=np.uint32)
+    assert kernels.scatter(table, positions, positions.astype(UNSIGNED[width])) == wrong
 
 
 def test_other_threads_run_while_a_kernel_does() -> None:
