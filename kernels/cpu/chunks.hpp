@@ -1,7 +1,6 @@
 // Chunks: ascending positions of a table, a few dozen at a time, that lie in one run of one region.
 #pragma once
 
-#include <optional>
 #include <utility>
 
 #include "table.hpp"
@@ -43,7 +42,7 @@ class Chunks {
         if (from_ == K_) return {};
         if (from_ == to_) enter();
         const uint32_t* here = positions_ + from_;
-        const Stretch stretch = locator_->next(here, std::min(most_, to_ - from_));
+        const Stretch stretch = locator_.next(here, std::min(most_, to_ - from_));
         const uint64_t origin = reinterpret_cast<uintptr_t>(region_->data) + stretch.here * sizeof(W);
         const Chunk<W> chunk{region_, from_, stretch.count, origin, stretch.there};
         from_ += stretch.count;
@@ -55,13 +54,13 @@ class Chunks {
     void enter() {
         while (positions_[from_] >= region_->end()) ++region_;
         to_ = region_->upto(positions_, from_, K_);
-        locator_.emplace(*region_);
+        locator_ = Locator(*region_);
     }
 
     const Region* region_;
     const uint32_t* positions_;
     size_t K_, most_, from_ = 0, to_ = 0;  // positions [from_, to_) are the rest of this region's
-    std::optional<Locator> locator_;
+    Locator locator_;
 };
 
 // Asks for the lines of a chunk and, where a run is long, for a line of each page that the chunk after it should lie in:

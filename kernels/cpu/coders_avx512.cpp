@@ -5,6 +5,7 @@
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // gcc's own header, GCC bug 105593
+#pragma GCC diagnostic ignored "-Wuninitialized"        // the same, where little is inlined
 #endif
 #include <immintrin.h>
 

@@ -79,8 +79,9 @@ struct Table {
 // Walks the elements of one region in numbering order, one run (a piece of the innermost dim) at a time.
 class Runs {
   public:
+    Runs() = default;  // to be assigned to
     // Starts at `number`, counted from the region's first element.
-    Runs(const Region& region, uint32_t number) : region_(region) { seek(number); }
+    Runs(const Region& region, uint32_t number) : region_(&region) { seek(number); }
 
     // The present run: `count` elements (at least one) from `here`/`there` on, at the strides of region.inner().
     int64_t here() const { return here_; }
@@ -89,13 +90,13 @@ class Runs {
 
     // Goes to the first element of the next run; past the last one the walk wraps round.
     void next() {
-        const Dim& inner = region_.inner();
+        const Dim& inner = region_->inner();
         const uint32_t done = inner.n - count_;  // of this run, before `here`
         here_ -= int64_t(done) * inner.here;
         there_ -= uint64_t(done) * inner.there;
         count_ = inner.n;
-        for (int d = region_.ndim - 2; d >= 0; --d) {
-            const Dim& dim = region_.dims[d];
+        for (int d = region_->ndim - 2; d >= 0; --d) {
+            const Dim& dim = region_->dims[d];
             if (++index_[d] < dim.n) {
                 here_ += dim.here;
                 there_ += dim.there;
@@ -108,25 +109,25 @@ class Runs {
     }
 
     void seek(uint32_t number) {
-        here_ = region_.here0;
-        there_ = region_.there0;
-        for (int d = region_.ndim - 1; d > 0; --d) {
-            index_[d] = number % region_.dims[d].n;
-            number /= region_.dims[d].n;
+        here_ = region_->here0;
+        there_ = region_->there0;
+        for (int d = region_->ndim - 1; d > 0; --d) {
+            index_[d] = number % region_->dims[d].n;
+            number /= region_->dims[d].n;
         }
         index_[0] = number;
-        for (int d = 0; d < region_.ndim; ++d) {
-            here_ += int64_t(index_[d]) * region_.dims[d].here;
-            there_ += uint64_t(index_[d]) * region_.dims[d].there;
+        for (int d = 0; d < region_->ndim; ++d) {
+            here_ += int64_t(index_[d]) * region_->dims[d].here;
+            there_ += uint64_t(index_[d]) * region_->dims[d].there;
         }
-        count_ = region_.inner().n - index_[region_.ndim - 1];
+        count_ = region_->inner().n - index_[region_->ndim - 1];
     }
 
   private:
-    const Region& region_;
-    int64_t here_;
-    uint64_t there_;
-    uint32_t count_;
+    const Region* region_ = nullptr;
+    int64_t here_ = 0;
+    uint64_t there_ = 0;
+    uint32_t count_ = 0;
     uint32_t index_[MAX_DIMS] = {};
 };
 
@@ -140,23 +141,24 @@ struct Stretch {
 // Where ascending numbers of one region lie, a stretch at a time: one division per run that is entered by a jump.
 class Locator {
   public:
-    explicit Locator(const Region& region) : region_(region), runs_(region, 0), end_(region.inner().n) {}
+    Locator() = default;  // to be assigned to
+    explicit Locator(const Region& region) : region_(&region), runs_(region, 0), end_(region.inner().n) {}
 
     // The stretch that positions [count] start with; they ascend from call to call, too.
     Stretch next(const uint32_t* positions, size_t count) {
-        const uint32_t first = region_.first;
+        const uint32_t first = region_->first;
         if (positions[0] - first >= end_) enter(positions[0] - first);
         size_t n = count;
         if (positions[count - 1] - first >= end_)
             for (n = 1; positions[n] - first < end_; ++n) {}
         const uint64_t start = uint64_t(first) + start_;
-        return {n, uint64_t(runs_.here()) - start * uint64_t(region_.inner().here),
-                runs_.there() - start * region_.inner().there};
+        return {n, uint64_t(runs_.here()) - start * uint64_t(region_->inner().here),
+                runs_.there() - start * region_->inner().there};
     }
 
   private:
     void enter(uint32_t number) {
-        const uint32_t n = region_.inner().n;
+        const uint32_t n = region_->inner().n;
         if (number - end_ < n) {
             runs_.next();
             start_ = uint32_t(end_);
@@ -167,10 +169,10 @@ class Locator {
         end_ = uint64_t(start_) + n;
     }
 
-    const Region& region_;
+    const Region* region_ = nullptr;
     Runs runs_;
     uint32_t start_ = 0;  // the number at which the present run starts
-    uint64_t end_;        // and ends
+    uint64_t end_ = 0;    // and ends
 };
 
 // out [n]: start + p * stride for each position.
