@@ -255,6 +255,23 @@ struct Check {
     }
 };
 
+// Everything differs: what is found fills its room to the last element, whose vector is not full.
+template <class W>
+void fills() {
+    constexpr size_t N = 1 << 17, FEW = 5;
+    const Exact<W> storage = random_bits<W>(N), base(N);
+    for (size_t i = 0; i < N; ++i) base[i] = W(~storage[i]);
+    int64_t rows[2][COLUMNS] = {{0, 0, 0, 0, 1}, {0, FEW, 0, 0, 1}};
+    rows[0][5] = FEW, rows[1][5] = N - FEW;
+    rows[0][5 + MAX_DIMS] = rows[1][5 + MAX_DIMS] = 1;
+    Changes found = compare(Table({{storage.get(), N, sizeof(W), true}}, rows[0], 2, Follow::HERE), base.get(), NONE);
+    demand(found.size() == N, "compare does not find everything");
+    const Memory taken_at = found.take_positions(), taken_now = found.take_bits(), taken_old = found.take_old();
+    for (size_t i = 0; i < N; ++i) demand(static_cast<const uint32_t*>(taken_at.get())[i] == i, "compare of everything");
+    demand(!std::memcmp(taken_now.get(), storage.get(), N * sizeof(W)), "new bits of everything");
+    demand(!std::memcmp(taken_old.get(), base.get(), N * sizeof(W)), "old bits of everything");
+}
+
 void casts() {
     const Check<uint32_t> check;
     for (const int kind : {F32_BF16, F32_F16}) {
@@ -299,6 +316,7 @@ int main(int argc, char** argv) {
     const size_t rounds = std::strtoull(argv[1], nullptr, 10);
     for (const Level& level : levels()) {
         use_level(level.name);
+        fills<uint8_t>(), fills<uint16_t>(), fills<uint32_t>(), fills<uint64_t>();
         for (size_t round = 0; round < rounds; ++round) {
             Check<uint8_t>().all();
             Check<uint16_t>().all();
