@@ -297,6 +297,11 @@ FIELDS = {"frame": 3, "codec": "gaps", "operation": 2, "changed": 9, "content": 
 CHUNK = Chunk(IDENTITY, digest=wire.chunk_digest(**FIELDS, body=BODY), **FIELDS)
 
 
+def test_a_chunks_digest_is_what_the_format_says() -> None:
+    """As another implementation of BLAKE3 has it: what versions of this library have to agree on."""
+    assert CHUNK.digest.hex() == "2d5834d9b5a0865c346a889420187fffa12e75c8348548f4411f088eeda62303"
+
+
 def test_a_chunk_that_is_whole_is_accepted() -> None:
     wire.check_chunk(CHUNK, BODY)
 

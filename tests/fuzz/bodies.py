@@ -5,7 +5,7 @@
 Any body gives a change that is sound, or a named error; the compiled kernels and the numpy reference agree on which.
 Any bytes give messages, or a WireError. The options are libFuzzer's; bodies that encoders write are where it starts.
 
-An input is: 0 for a body or 1 for messages; for a body, 5 bytes of operation, log of the width, K and N - K; the bytes.
+An input is: 0 for a body or 1 for messages; for a body, 6 bytes of operation, log of the width, K and N - K; the bytes.
 """
 
 from __future__ import annotations
