@@ -29,10 +29,10 @@ void hash_last(const uint8_t* data, size_t n, uint64_t counter, uint32_t last_fl
 }
 
 // Level by level two values become one, and what is left over goes up as it is, until two are left.
-void hash_root(uint32_t* values, size_t left, uint32_t* value) {
+void hash_root(const Hashers& hashers, uint32_t* values, size_t left, uint32_t* value) {
     for (size_t parents; left > 2; left = parents + left % 2) {
         parents = left / 2;
-        level().hashers->parents(values, parents, values);
+        hashers.parents(values, parents, values);
         if (left % 2) std::memmove(values + VALUE_WORDS * parents, values + VALUE_WORDS * (left - 1), BLAKE3_BYTES);
     }
     begin(value, uint32_t(0));
@@ -46,11 +46,12 @@ void blake3(const uint8_t* data, size_t n, uint8_t* out) {
     if (n <= PIECE_BYTES) {
         hash_last(data, n, 0, ROOT, value);
     } else {
+        const Hashers& hashers = *level().hashers;
         const size_t whole = n / PIECE_BYTES, rest = n % PIECE_BYTES;
         std::vector<uint32_t> values(VALUE_WORDS * (whole + (rest != 0)));
-        level().hashers->pieces(data, whole, values.data());
+        hashers.pieces(data, whole, values.data());
         if (rest) hash_last(data + n - rest, rest, whole, 0, values.data() + VALUE_WORDS * whole);
-        hash_root(values.data(), whole + (rest != 0), value);
+        hash_root(hashers, values.data(), whole + (rest != 0), value);
     }
     std::memcpy(out, value, BLAKE3_BYTES);
 }
