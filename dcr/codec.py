@@ -43,6 +43,7 @@ RAW_SPARSE, RAW_DENSE, GAPS_SPARSE, PLANES_DENSE, CLASS_SPARSE = range(5)
 STORED, ZSTD, HUFFMAN = range(3)
 SHORT = 32  # bytes: no encoding is tried for streams below it
 SAMPLED = 4096  # bytes at least, of a stream in which matches are looked for
+FEW_EXCEPTIONS = 100  # bytes of the other streams for each: coding such exceptions takes time and saves next to nothing
 FEW = 4096  # changes: below it, what describes four classes may cost more than they save
 _STREAM = struct.Struct("<BII")
 _Stream = tuple[bytes, memoryview]  # its encoding and sizes, and its bytes
@@ -236,9 +237,10 @@ def _ascending(positions: Positions, numel: int) -> Positions:
 
 
 def _sparse(positions: Positions, values: Bits, coded: Callable[[Octets], _Stream]) -> list[_Stream]:
-    """The gap, symbol and exception streams of a change."""
-    symbols, exceptions = kernels.symbols_of(values)
-    return [coded(kernels.gaps_of(positions)), coded(symbols), coded(exceptions.view(np.uint8))]
+    """The gap, symbol and exception streams of a change; exceptions that hardly count are stored."""
+    gaps, (symbols, exceptions) = kernels.gaps_of(positions), kernels.symbols_of(values)
+    few = FEW_EXCEPTIONS * exceptions.nbytes < gaps.nbytes + symbols.nbytes
+    return [coded(gaps), coded(symbols), (_stored if few else coded)(exceptions.view(np.uint8))]
 
 
 def _stored(raw: NDArray[Any]) -> _Stream:
