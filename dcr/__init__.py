@@ -50,6 +50,10 @@ __all__ = [
     "subscriber",
 ]
 
+# What else some kinds are called.
+SOURCES = {"fsdp": "dtensor", "fsdp2": "dtensor", "tp": "dtensor", "deepspeed": "zero", "ddp": "zero"}
+LOADERS = {"huggingface": "transformers", "hf": "transformers", "checkpoint": "safetensors"}
+
 publisher = Publisher
 subscriber = Subscriber
 
@@ -60,7 +64,7 @@ def source(weights: Any, *, kind: str = "module", **options: Any) -> Source:
     "module": one process (`dcr.sources.module`). "dtensor": FSDP2 and tensor parallel. "zero": DeepSpeed. "megatron":
     Megatron-core. "probe": whatever has an exporter. docs/sources.md says which to take.
     """
-    made: Source = plugins.load("dcr.sources", kind)(weights, **options)
+    made: Source = plugins.load("dcr.sources", kind, called=SOURCES)(weights, **options)
     return made
 
 
@@ -69,7 +73,7 @@ def loader(kind: str, engine: Any, **options: Any) -> Loader[Any]:
 
     "module": `dcr.loaders.module.ModuleLoader`.
     """
-    made: Loader[Any] = plugins.load("dcr.loaders", kind)(engine, **options)
+    made: Loader[Any] = plugins.load("dcr.loaders", kind, called=LOADERS)(engine, **options)
     return made
 
 

@@ -7,7 +7,7 @@ installed reads metadata only; a plugin is imported when it is asked for, and no
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
@@ -35,8 +35,10 @@ def installed(group: str) -> list[Plugin]:
     return sorted(Plugin(point.name, _distribution(point), point.value) for point in _points(group))
 
 
-def load(group: str, name: str) -> Any:
+def load(group: str, name: str, *, called: Mapping[str, str] | None = None) -> Any:
     """Import one plugin and return the object that its entry point names.
+
+    called: what else plugins are called; it is suggested, and never taken.
 
     Raises:
         PluginError: there is no such group; nobody offers the name, or more than one distribution does; or the
@@ -44,7 +46,7 @@ def load(group: str, name: str) -> Any:
     """
     offers = [point for point in _points(group) if point.name == name]
     if not offers:
-        raise PluginError(_unknown(group, name))
+        raise PluginError(_unknown(group, name, called or {}))
     if len(offers) > 1:
         raise PluginError(_ambiguous(group, name, offers))
     (point,) = offers
@@ -76,16 +78,16 @@ def _distribution(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else "(unknown distribution)"
 
 
-def _unknown(group: str, name: str) -> str:
+def _unknown(group: str, name: str, called: Mapping[str, str]) -> str:
     names = sorted({point.name for point in _points(group)})
-    message = f"{group} has no plugin {name!r}; installed: {', '.join(names) or 'none at all'}"
-    if near := get_close_matches(name, names):
-        message += f". Did you mean {' or '.join(near)}?"
+    message = f"{group} has no plugin {name!r}; installed: {', '.join(names) or 'none at all'}."
+    if near := [called[name]] if name in called else get_close_matches(name, names):
+        message += f" Did you mean {' or '.join(near)}?"
     elif elsewhere := [other for other in GROUPS if other != group and name in {p.name for p in _points(other)}]:
-        message += f". There is a plugin of that name in {' and '.join(elsewhere)}"
+        message += f" There is a plugin of that name in {' and '.join(elsewhere)}."
     kind = group.removeprefix("dcr.").removesuffix("s")
     return message + (
-        f". To add a {kind}, pip install a distribution that registers {name!r} "
+        f" To add a {kind}, pip install a distribution that registers {name!r} "
         f"under the entry point group {group} (`dcr plugins` lists what is there)"
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -31,6 +31,20 @@ WIDTHS: dict[str, int] = {
     "float32": 4,
     "float64": 8,
 }
+
+
+def patterns(waive: Sequence[str]) -> tuple[str, ...]:
+    """Patterns of names (as in fnmatch), as they are given to `waive`.
+
+    Raises:
+        TypeError: one text, each letter of which would be a pattern, or something else that is no sequence of texts.
+    """
+    if isinstance(waive, str):
+        raise TypeError(f"expected a sequence of name patterns, found the text {waive!r}; write waive=[{waive!r}]")
+    found = tuple(waive)
+    if wrong := [one for one in found if not isinstance(one, str)]:
+        raise TypeError(f"expected name patterns such as 'v_head.*', found {wrong[0]!r}")
+    return found
 
 
 class TensorSpec(msgspec.Struct, frozen=True):

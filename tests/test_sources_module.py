@@ -258,7 +258,7 @@ def test_a_cast_that_is_not_known_is_refused_by_name(pattern: str, wanted: str) 
 
 
 def test_a_dtype_that_does_not_exist_is_refused_by_name() -> None:
-    with pytest.raises(SchemaError, match=r"^weight: .*bf16"):
+    with pytest.raises(SchemaError, match=r"bfloat16, .*found 'bf16'"):
         ModuleSource(mixed(), dtype={"weight": "bf16"})
 
 

@@ -14,7 +14,8 @@ from dcr.frames import Layout
 from dcr.patch import Change
 from dcr.placement import Place, Placement
 from dcr.ready import Ready
-from dcr.sources.tensors import Tied, require_separate, storages_of, tensors_of
+from dcr.schema import patterns
+from dcr.sources.tensors import Tied, require_module, require_separate, storages_of, tensors_of
 from dcr.views import Bits, Lanes
 
 
@@ -23,11 +24,15 @@ class ModuleLoader:
 
     A tensor that is published under several names, and not tied here, gets every copy. waive: patterns (as in
     fnmatch) of names that are held here and need not be published.
+
+    Raises:
+        TypeError: this is no module, or `waive` is no sequence.
     """
 
     def __init__(self, module: torch.nn.Module, *, waive: Sequence[str] = ()) -> None:
+        require_module(module)
         self._module = module
-        self._waive = tuple(waive)
+        self._waive = patterns(waive)
         self._placement: Placement | None = None
 
     def bind(self, layout: Layout) -> None:

@@ -21,7 +21,7 @@ from dcr.loaders.reload import Reloads
 from dcr.patch import Change
 from dcr.placement import Place, Placement, wanted
 from dcr.ready import Ready
-from dcr.schema import Schema, TensorSpec
+from dcr.schema import Schema, TensorSpec, patterns
 from dcr.strips import Runs
 from dcr.views import UNSIGNED, Bits, Lanes
 
@@ -38,7 +38,7 @@ class NativeLoader:
 
     def __init__(self, engine: Engine, *, waive: Sequence[str] = (), partial: bool = False) -> None:
         self._engine = engine
-        self._waive = tuple(waive)
+        self._waive = patterns(waive)
         self._partial = partial
         self._recorded: tuple[bytes, bytes, Record] | None = None
         self._binding: _Binding | None = None

@@ -32,7 +32,7 @@ from dcr.frames import Layout
 from dcr.patch import Change
 from dcr.placement import Place, Placement
 from dcr.ready import Ready
-from dcr.schema import TensorSpec
+from dcr.schema import TensorSpec, patterns
 from dcr.views import UNSIGNED, Bits, Lanes
 
 Octets = NDArray[np.uint8]
@@ -89,8 +89,9 @@ def index_of(folder: Path) -> dict[str, Any] | None:
         index = json.loads((folder / INDEX).read_bytes())
         if all(isinstance(file, str) and Path(file).name == file for file in index["weight_map"].values()):
             return dict(index)
-    except FileNotFoundError:
-        raise SchemaError(f"{folder} holds neither {SINGLE} nor {INDEX}: it is no checkpoint of safetensors") from None
+    except (FileNotFoundError, NotADirectoryError):
+        held = f"holds neither {SINGLE} nor {INDEX}" if folder.is_dir() else "is no directory"
+        raise SchemaError(f"expected a checkpoint of safetensors, but {folder} {held}; save one there first") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SchemaError(f"{folder / INDEX} is not an index of safetensors files: {error!r}") from error
     raise SchemaError(f"{folder / INDEX} names files outside of its directory")
@@ -101,13 +102,17 @@ class SafetensorsLoader:
 
     waive: patterns (as in fnmatch) of tensors in the files that need not be published. fsync: False where a version may
     be lost with the host. sweep: False to remove nothing that an installation left behind.
+
+    Raises:
+        SchemaError: there is no checkpoint. TypeError: `waive` is no sequence.
     """
 
     def __init__(
         self, folder: str | Path, *, waive: Sequence[str] = (), fsync: bool = True, sweep: bool = True
     ) -> None:
         self._folder = Path(folder)
-        self._waive = tuple(waive)
+        index_of(self._folder)
+        self._waive = patterns(waive)
         self._fsync = fsync
         self._sweeps = sweep
         self._placement: Placement | None = None  # over the files that readers see

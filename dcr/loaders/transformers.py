@@ -52,5 +52,14 @@ class TransformersEngine:
 
 
 def loader(model: PreTrainedModel, *, waive: Sequence[str] = ()) -> NativeLoader:
-    """A loader for a model in host memory; waive: as in `dcr.loaders.native.NativeLoader`."""
+    """A loader for a model in host memory; waive: as in `dcr.loaders.native.NativeLoader`.
+
+    Raises:
+        TypeError: this is no model of transformers, or `waive` is no sequence.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"expected a model of transformers (PreTrainedModel), found {type(model).__name__}; "
+            'any other torch module is dcr.loader("module", model)'
+        )
     return NativeLoader(TransformersEngine(model), waive=waive)

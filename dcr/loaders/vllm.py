@@ -20,6 +20,7 @@ import anyio.to_thread
 from dcr.errors import Poisoned, StateError
 from dcr.frames import Layout
 from dcr.patch import Change
+from dcr.schema import patterns
 from dcr.subscribe import workers
 from dcr.subscribe.ranks import Joint, Ranks
 from dcr.subscribe.version import Version
@@ -59,7 +60,7 @@ class VllmLoader:
     ) -> None:
         self._engine = engine
         self._pause_mode = pause
-        self._waive = list(waive)
+        self._waive = list(patterns(waive))
         self._host = host
         self._timeout_s = timeout_s
         self._workers: list[Worker] = []

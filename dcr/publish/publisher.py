@@ -31,8 +31,11 @@ from dcr.publish.meeting import Alone, Ranks
 from dcr.publish.part import Part, Plan, require_one_schema
 from dcr.publish.refit import Refit
 from dcr.seams import BasedCodec, Codec, Group, Run, Source, Stage, Transport, Writer
+from dcr.seams.required import require
 from dcr.views import Lanes
 from dcr.wire import Head
+
+MAX_VERSION = (1 << 63) - 1  # numbers travel as integers of 64 bits
 
 
 class Publisher:
@@ -51,6 +54,9 @@ class Publisher:
     anchor_every: after every so many commits the committed bits are stored whole as well, so that a late joiner reads
     few deltas; what lies before the last but one such anchor is removed. None: all versions are kept, and the first is
     the only anchor.
+
+    Raises:
+        TypeError: `source` is none: a bare module, for example. PluginError: the URL's scheme or the codec is unknown.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class Publisher:
         workers: int = 1,
         observe: Observer = ignore,
     ) -> None:
+        require(source, Source, "dcr.source(model)")
         self._url = url
         self._transport: Transport = transport or plugins.transport_for(url)
         self._ranks = Ranks(_group(group))
@@ -104,8 +111,11 @@ class Publisher:
         `captured()` returns.
 
         Raises:
-            StateError: the number was used. Any error of the version before it that nobody has been told yet.
+            TypeError: the number is no int. StateError: it was used, or is none of a version. Any error of the version
+                before it that nobody has been told yet.
         """
+        if version is not None:
+            _require_number(version)
         async with self._turn:
             await self._settled()
             if (broken := self._broken) is not None:
@@ -266,6 +276,13 @@ class Publisher:
 
     def _emit(self, name: str, version: int, **rest: Any) -> None:
         self._observe(Event(name, version, **rest))
+
+
+def _require_number(version: int) -> None:
+    if isinstance(version, bool) or not isinstance(version, int):
+        raise TypeError(f"expected an int as the version's number, found {version!r}; write publish(version=3)")
+    if not 0 <= version <= MAX_VERSION:
+        raise StateError(f"expected a version's number from 0 to {MAX_VERSION}, found {version}")
 
 
 def _group(group: Any) -> Group:

@@ -5,27 +5,47 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
+import torch
+
 from dcr import reference
 from dcr.errors import SchemaError
+from dcr.schema import WIDTHS
 
 CASTS = {("float32", "bfloat16"): reference.F32_BF16, ("float32", "float16"): reference.F32_F16}
 
-# One name applies to all float32 parameters; a mapping from name patterns (as in fnmatch) to dtypes says more.
-Dtypes = str | Mapping[str, str] | None
+# One dtype applies to all float32 parameters; a mapping from name patterns (as in fnmatch) to dtypes says more.
+Dtypes = str | torch.dtype | Mapping[str, str | torch.dtype] | None
+Named = str | Mapping[str, str] | None
 
 
-def require_matches(dtype: Dtypes, names: Sequence[str]) -> None:
-    """A pattern that fits no name is a mistake: what it meant stays as it is.
+def named_dtypes(dtype: Dtypes, names: Sequence[str]) -> Named:
+    """The same with dtypes by name, checked against the names of the tensors.
 
     Raises:
-        SchemaError: names the pattern.
+        TypeError: it is something else. SchemaError: no such dtype can be published, or a pattern fits no tensor, so
+            that what it meant would stay as it is; names it.
     """
-    for pattern in () if dtype is None or isinstance(dtype, str) else dtype:
+    if dtype is None or isinstance(dtype, (str, torch.dtype)):
+        return None if dtype is None else _name(dtype)
+    if not isinstance(dtype, Mapping):
+        raise TypeError(
+            "expected a dtype such as 'bfloat16' or torch.bfloat16, or a mapping from name patterns to dtypes, such "
+            f"as {{'*.weight': 'bfloat16'}}; found {type(dtype).__name__}"
+        )
+    for pattern in dtype:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise SchemaError(f"the pattern {pattern!r} fits no tensor; names here are {names[0]!r} and the like")
+    return {pattern: _name(wanted) for pattern, wanted in dtype.items()}
 
 
-def canonical_dtype(name: str, have: str, is_parameter: bool, dtype: Dtypes) -> str:
+def _name(dtype: str | torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in WIDTHS:
+        raise SchemaError(f"expected a dtype that can be published ({', '.join(WIDTHS)}), found {dtype!r}")
+    return name
+
+
+def canonical_dtype(name: str, have: str, is_parameter: bool, dtype: Named) -> str:
     """The dtype that a tensor of dtype `have` is published in."""
     if isinstance(dtype, str):
         return dtype if is_parameter and have == "float32" else have

@@ -27,7 +27,7 @@ from dcr.fit import fit
 from dcr.schema import TensorSpec
 from dcr.seams import Residual
 from dcr.sources.bits import bits_of, dtype_of, random_bits, tensor_of, wrong_bytes
-from dcr.sources.casts import Dtypes, canonical_dtype, kind, require_matches
+from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
 from dcr.sources.mapped import MappedSource, Piece, demoted, shared, stored, united
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
@@ -111,14 +111,14 @@ class _Part:
 
 def _parts(module: torch.nn.Module, dtype: Dtypes) -> list[_Part]:
     owners = _owners(module)
-    require_matches(dtype, [owner.names[0] for owner in owners])
+    asked = named_dtypes(dtype, [owner.names[0] for owner in owners])
     known: dict[object, list[Box]] = {}
     parts = []
     for owner in owners:
         local, layout = owner.local, owner.layout
         if layout not in known:
             known[layout] = _boxes(owner.tensor)
-        want = canonical_dtype(local.name, local.dtype, owner.is_parameter, dtype)
+        want = canonical_dtype(local.name, local.dtype, owner.is_parameter, asked)
         spec = TensorSpec(local.name, want, tuple(owner.tensor.shape), owner.names[1:])
         parts.append(_Part(spec, owner, kind(local.name, local.dtype, want), local.box(), known[layout]))
     return parts

@@ -10,7 +10,7 @@ from dcr.errors import SchemaError, StorageRebound
 from dcr.frames import Shard
 from dcr.schema import Schema, TensorSpec
 from dcr.seams import Residual
-from dcr.sources.casts import Dtypes, canonical_dtype, kind, require_matches
+from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
 from dcr.sources.tensors import storages_of, tensors_of
 from dcr.views import Bits
 
@@ -18,12 +18,13 @@ from dcr.views import Bits
 class ModuleSource:
     """All parameters and persistent buffers of a module in host memory, any dtype, any strides, tied ones once.
 
-    dtype: the checkpoint's dtype where it is not the module's own. One name applies to all float32 *parameters*
-    (fp32 masters of a bf16 checkpoint); buffers keep theirs. A mapping from name patterns (as in fnmatch) to dtypes
-    says more; the first pattern that fits counts, and what fits none stays as it is.
+    dtype: the checkpoint's dtype where it is not the module's own, by name or torch's. One applies to all float32
+    *parameters* (fp32 masters of a bf16 checkpoint); buffers keep theirs. A mapping from name patterns (as in fnmatch)
+    to dtypes says more; the first pattern that fits counts, and what fits none stays as it is.
 
     Raises:
-        SchemaError: a tensor cannot be published, or cannot be cast as asked; names it.
+        TypeError: this is no module, or no dtype. SchemaError: a tensor cannot be published, or cannot be cast as
+            asked; names it.
     """
 
     def __init__(self, module: torch.nn.Module, *, dtype: Dtypes = None) -> None:
@@ -33,8 +34,8 @@ class ModuleSource:
             raise SchemaError(f"{type(module).__name__} has neither parameters nor persistent buffers")
         self._homes = [tied.home for tied in self._tensors]
         self._storages, index = storages_of(self._tensors)
-        require_matches(dtype, [tied.name for tied in self._tensors])
-        wanted = [canonical_dtype(tied.name, tied.dtype, tied.is_parameter, dtype) for tied in self._tensors]
+        asked = named_dtypes(dtype, [tied.name for tied in self._tensors])
+        wanted = [canonical_dtype(tied.name, tied.dtype, tied.is_parameter, asked) for tied in self._tensors]
         self.schema = Schema(
             tuple(
                 TensorSpec(tied.name, want, tuple(tied.tensor.shape), tied.names[1:])

@@ -133,6 +133,7 @@ def require_separate(tensors: Sequence[Tied]) -> None:
 
 def named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Every parameter and persistent buffer under each of its names; True for a parameter."""
+    require_module(module)
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = prefix + "." if prefix else ""
         for name, parameter in child._parameters.items():
@@ -141,6 +142,15 @@ def named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
                 yield dot + name, buffer, False
+
+
+def require_module(given: object) -> None:
+    """
+    Raises:
+        TypeError: it is something else; says what.
+    """
+    if not isinstance(given, torch.nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, whose tensors are the weights; found {type(given).__name__}")
 
 
 def require_plain(name: str, tensor: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dcr.boxes import Box, Dim
 from dcr.errors import SchemaError
 from dcr.schema import TensorSpec
-from dcr.sources.casts import Dtypes, canonical_dtype, kind, require_matches
+from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
 from dcr.sources.mapped import MappedSource, Piece, shared, stored, united
 from dcr.sources.peers import Peers
 from dcr.sources.tensors import Tied, named, require_plain
@@ -56,8 +56,8 @@ def source(
     """
     peers = Peers(group)
     held = _held(weights)
-    require_matches(dtype, [one.local.name for one in held])
-    wanted = [canonical_dtype(one.local.name, one.local.dtype, one.local.is_parameter, dtype) for one in held]
+    asked = named_dtypes(dtype, [one.local.name for one in held])
+    wanted = [canonical_dtype(one.local.name, one.local.dtype, one.local.is_parameter, asked) for one in held]
     specs = [
         TensorSpec(one.local.name, want, one.shape, one.local.names[1:]) for one, want in zip(held, wanted, strict=True)
     ]

@@ -26,6 +26,7 @@ from dcr.errors import DigestMismatch, SchemaError, StateError
 from dcr.frames import Layout, Region
 from dcr.patch import Change
 from dcr.placement import Place, Placement
+from dcr.schema import patterns
 from dcr.seams import Batching, RankLoader, RankReady
 from dcr.views import UNSIGNED, Lanes
 
@@ -89,7 +90,7 @@ class Ranks:
             raise StateError("a member has at least one rank; none was given")
         self._given = tuple(ranks)
         self._ranks: tuple[RankLoader[Any], ...] = self._given
-        self._waive = tuple(waive)
+        self._waive = patterns(waive)
         self._pool = ThreadPoolExecutor(len(ranks) + 1, thread_name_prefix="dcr-rank")
         self._bound: _Parts | None = None
 

@@ -19,9 +19,10 @@ from dcr import plugins
 from dcr.budget import ByteBudget, MiB
 from dcr.closing import Contexts
 from dcr.commit import MAY_SERVE
-from dcr.errors import StateError, StorageRebound
+from dcr.errors import LocalError, StateError, StorageRebound
 from dcr.observe import Event, Observer, ignore
 from dcr.seams import BasedCodec, Codec, Loader, Transport
+from dcr.seams.required import require
 from dcr.subscribe.attempts import Attempts
 from dcr.subscribe.backlog import Backlog
 from dcr.subscribe.membership import Membership
@@ -31,14 +32,20 @@ from dcr.subscribe.version import Version
 from dcr.wire import Leave, MemberRef, Open
 
 LEAVE_TIMEOUT_S = 5.0
+MAX_NAME_BYTES = 64  # a transport may make a file's name of it, three characters for each byte
 
 
 class Subscriber:
     """Follows a run and offers its versions; an async context manager, and then an async iterator.
 
-    member: this engine's name among the run's members. transport: None finds one by the URL's scheme. codecs: a
+    member: this engine's name among the run's members, printable and of at most 64 bytes; no other live engine of the
+    run may have it. transport: None finds one by the URL's scheme. codecs: a
     codec by its name. budget: bytes of encoded chunks in memory, 256 MiB by default. fetch_timeout_s: how long to
     wait for the next piece of an attempt that has begun. workers: threads that decode.
+
+    Raises:
+        TypeError: `loader` is none: a bare module, for example. LocalError: `member` is no name. PluginError: the URL's
+            scheme is unknown.
     """
 
     def __init__(
@@ -54,6 +61,8 @@ class Subscriber:
         workers: int = 1,
         observe: Observer = ignore,
     ) -> None:
+        require(loader, Loader, 'dcr.loader("module", model)')
+        _require_name(member)
         self._url = url
         self._transport: Transport = transport or plugins.transport_for(url)
         self._observe = observe
@@ -160,3 +169,13 @@ class Subscriber:
 
     def _of_member(self, event: Event) -> None:
         self._observe(replace(event, member=self._ref.member))
+
+
+def _require_name(member: str) -> None:
+    if not isinstance(member, str):
+        raise TypeError(f"expected a text as the member's name, found {member!r}; write member='rollout-0'")
+    if not member or not member.isprintable() or len(member.encode()) > MAX_NAME_BYTES:
+        raise LocalError(
+            f"expected a member's name of printable characters and 1 to {MAX_NAME_BYTES} bytes, found {member!r}; "
+            "write, for example, member='rollout-0'"
+        )
