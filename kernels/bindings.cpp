@@ -19,6 +19,7 @@
 #include "cpu/kernels.hpp"
 #include "cpu/level.hpp"
 #include "cpu/streams.hpp"
+#include "pool.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -95,17 +96,24 @@ struct LentTable {
     }
 };
 
-// A new numpy array of unsigned integers, not initialised; numpy owns its memory.
-nb::object empty(size_t size, size_t width) {
-    return nb::module_::import_("numpy").attr("empty")(size, nb::str(("uint" + std::to_string(8 * width)).c_str()));
-}
-
-// A numpy array of unsigned integers over memory that it takes over.
-nb::object owned(Memory memory, size_t size, size_t width) {
-    void* data = memory.get();
-    const nb::capsule owner(memory.release(), [](void* taken) noexcept { Freed()(taken); });
+// A numpy array of unsigned integers over memory that `owner` frees.
+nb::object array_over(void* data, size_t size, size_t width, const nb::capsule& owner) {
     const nb::dlpack::dtype unsigned_int{uint8_t(nb::dlpack::dtype_code::UInt), uint8_t(8 * width), 1};
     return nb::cast(nb::ndarray<nb::numpy>(data, {size}, owner, {}, unsigned_int));
+}
+
+// The same over memory that it takes over.
+nb::object owned(Memory memory, size_t size, size_t width) {
+    void* data = memory.get();
+    return array_over(data, size, width, nb::capsule(memory.release(), [](void* taken) noexcept { Freed()(taken); }));
+}
+
+// A new numpy array of unsigned integers, not initialised.
+nb::object empty(size_t size, size_t width) {
+    if (size * width < Pool::LARGE)
+        return nb::module_::import_("numpy").attr("empty")(size, nb::str(("uint" + std::to_string(8 * width)).c_str()));
+    void* data = Pool::shared().take(size * width);
+    return array_over(data, size, width, nb::capsule(data, [](void* taken) noexcept { Pool::shared().give(taken); }));
 }
 
 void* data_of(const nb::object& array) { return Lent(array, "result").array().data; }

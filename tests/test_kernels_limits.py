@@ -271,3 +271,18 @@ def test_canonical_indices_beyond_32_bits_count() -> None:
         return kernels.digest(table, KEYS[:1])[0].tolist()
 
     assert len({value for there in (5, 2**31 + 5, 2**32 + 5, 2**40 + 5) for value in lanes(there)}) == 8
+
+
+def test_large_results_use_memory_that_is_free_again_and_no_other() -> None:
+    rows = rows_of([(0, 0, Box(0, 0, (Dim(1 << 16, 1, 1),)))])
+    table = Table((np.arange(1 << 16, dtype=np.uint16),), rows)
+    held = [kernels.read(table) for _ in range(4)]
+    assert len({bits.ctypes.data for bits in held}) == len(held)
+    for number, bits in enumerate(held):
+        bits.fill(number)
+    assert [(int(bits[0]), int(bits[-1])) for bits in held] == [(n, n) for n in range(len(held))]
+    freed = held.pop().ctypes.data
+    again = kernels.read(table)
+    assert again.ctypes.data == freed
+    assert again.ctypes.data not in {bits.ctypes.data for bits in held}
+    np.testing.assert_array_equal(again, np.arange(1 << 16, dtype=np.uint16))
