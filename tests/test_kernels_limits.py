@@ -281,6 +281,7 @@ def test_large_results_use_memory_that_is_free_again_and_no_other() -> None:
     for number, bits in enumerate(held):
         bits.fill(number)
     assert [(int(bits[0]), int(bits[-1])) for bits in held] == [(n, n) for n in range(len(held))]
+    del bits
     freed = held.pop().ctypes.data
     again = kernels.read(table)
     assert again.ctypes.data == freed
