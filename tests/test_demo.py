@@ -225,6 +225,7 @@ def test_a_bit_flipped_in_live_weights_is_named(capfd: pytest.CaptureFixture[str
     flipped = re.search(r"flipped bit \d+ of (\S+) in live memory", shown)
     assert flipped is not None
     assert f"  {flipped[1]}: trainer 0x" in shown
+    assert "that is the injected fault, found as intended" in shown
     assert "rollout-0, version 3: all " in shown
 
 

@@ -127,6 +127,25 @@ def from_files(folder: Path, scratch: Path, tensors: dict[str, torch.Tensor]) ->
     return AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.bfloat16)
 
 
+def test_stand_ins_for_tied_weights_are_not_warned_about_and_the_verbosity_is_as_before(
+    checkpoints: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some tensors are loaded without the others: where both names of a tied weight are absent, transformers warns."""
+    folder = checkpoints("qwen3, tied")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    held = load_file(folder / "model.safetensors")
+    specs = [TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in held.items()]
+    verbosity = transformers.utils.logging.get_verbosity()
+    caplog.clear()
+    try:
+        transformers.utils.logging.set_verbosity_info()
+        dcr.loader("transformers", model).bind(Layout(Schema(tuple(specs)), ()))
+        assert transformers.utils.logging.get_verbosity() == transformers.utils.logging.INFO
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+    assert "corrupted" not in caplog.text
+
+
 def test_a_tied_head_stays_tied(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     folder = checkpoints("qwen3, tied")
     model = from_files(folder, tmp_path, load_file(folder / "model.safetensors"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -96,3 +98,57 @@ async def test_a_member_without_a_sign_of_life_does_not_take_part(run: LocalRun)
         long_ago = time.time() - 60
         os.utime(link._join, (long_ago, long_ago))
         assert await run.members() == []
+
+
+# ---------------------------------------------------------------------- directories
+
+
+@pytest.fixture
+def readable() -> Iterator[Path]:
+    """A directory that may be read and not written; for root, whom nothing is forbidden, as another user."""
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o555)
+        if root := os.geteuid() == 0:
+            os.seteuid(65534)
+        try:
+            yield Path(folder)
+        finally:
+            if root:
+                os.seteuid(0)
+            Path(folder).chmod(0o755)
+
+
+@pytest.fixture
+def shared(readable: Path) -> Path:
+    """The same, with the folders of a run in it."""
+    user = os.geteuid()
+    os.seteuid(os.getuid())
+    readable.chmod(0o755)
+    for name in ("attempts", "members"):
+        (readable / name).mkdir()
+    readable.chmod(0o555)
+    os.seteuid(user)
+    return readable
+
+
+async def require_noted(root: Path, kind: type[OSError]) -> None:
+    async with LocalTransport().open(f"local://{root}") as run:
+        for side in (run.sender, lambda: run.member(REF)):
+            with pytest.raises(kind) as error:
+                async with side():
+                    pass
+            (note,) = error.value.__notes__
+            assert note.startswith(f"local://{root} is where the publisher and every member of the run write")
+
+
+async def test_a_directory_that_may_not_be_made_is_refused_with_who_writes_there(readable: Path) -> None:
+    await require_noted(readable / "run", PermissionError)
+
+
+async def test_a_directory_that_may_not_be_written_is_refused_at_once(shared: Path) -> None:
+    await require_noted(shared, PermissionError)
+
+
+async def test_a_file_in_the_place_of_a_directory_is_refused_with_who_writes_there(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    await require_noted(tmp_path / "file" / "run", NotADirectoryError)

@@ -158,3 +158,12 @@ def test_another_name_of_a_kind_leads_to_it() -> None:
         dcr.source(Net(), kind="fsdp")
     with pytest.raises(PluginError, match=r"Did you mean transformers\? To add a loader, pip"):
         dcr.loader("huggingface", Net())
+
+
+# ---------------------------------------------------------------------- what is no mistake
+
+
+def test_a_version_in_which_nothing_changed_says_so(tmp_path: Path) -> None:
+    with dcr.blocking.publisher(f"local://{tmp_path}/run", source=dcr.source(Net())) as publisher:
+        assert "x less than dense)" in str(publisher.publish().committed())
+        assert ", 0 bytes on the wire (nothing changed), " in str(publisher.publish().committed())

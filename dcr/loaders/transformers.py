@@ -6,7 +6,9 @@ by running that very code; updates then go in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from logging import ERROR
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import transformers
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
+from transformers.utils import logging
 
 from dcr.errors import SchemaError
 from dcr.loaders.engine import Pairs
@@ -41,7 +44,8 @@ class TransformersEngine:
         for what in ("unexpected_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
             if wrong := getattr(found, what):
                 raise SchemaError(f"transformers reports {what.replace('_', ' ')}: {sorted(map(str, wrong))[:3]}")
-        self._model.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
+        with _quiet():
+            self._model.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
 
     def settle(self, modules: Set[str]) -> None:
         """Nothing is made of weights once they are loaded."""
@@ -49,6 +53,17 @@ class TransformersEngine:
     def fingerprint(self) -> bytes:
         """The version, the model's class and its configuration."""
         return f"{transformers.__version__} {type(self._model)} {self._model.config.to_json_string()}".encode()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings that a checkpoint seems corrupted, as stand-ins for tied weights do. Errors are still said."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def loader(model: PreTrainedModel, *, waive: Sequence[str] = ()) -> NativeLoader:

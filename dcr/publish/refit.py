@@ -73,9 +73,10 @@ class Report:
     def __str__(self) -> str:
         what = "anchor" if self.is_anchor else f"density {100 * self.density:.3f} %"
         residual = f"residual {100 * self.residual_share:.2f} %, " if self.residual else ""
+        less = f"{self.reduction:.1f} x less than dense" if self.wire_bytes else "nothing changed"
         return (
             f"version {self.version}: {what}, {residual}{self.wire_bytes:,} bytes on the wire "
-            f"({self.reduction:.1f} x less than dense), {self.wall_s:.3f} s; {self.stages}"
+            f"({less}), {self.wall_s:.3f} s; {self.stages}"
         )
 
 

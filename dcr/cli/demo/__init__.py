@@ -70,6 +70,11 @@ def run(
     if inject_fault == "wire" and not tally.refusals:
         shown.say("a bit was to be flipped on the wire, but nobody refused anything")
         return FAILED
+    if inject_fault == "weights" and code == EQUAL:
+        shown.say("a bit was to be flipped in live weights, but the audit found no difference")
+        return FAILED
+    if inject_fault == "weights":
+        shown.say("that is the injected fault, found as intended: without one every bit is equal, and the status 0")
     return code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections import Counter
@@ -88,9 +89,24 @@ class Disk:
         self._fsync = fsync
 
     def make(self, root: Path) -> None:
-        """The folders of a run, where they are missing."""
-        for folder in (root / "attempts", root / "members"):
-            folder.mkdir(parents=True, exist_ok=True)
+        """The folders of a run, where they are missing.
+
+        Raises:
+            OSError: one cannot be made, or not be written in; a note says who needs it.
+        """
+        folders = root / "attempts", root / "members"
+        try:
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+            for folder in (root, *folders):
+                if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        except OSError as error:
+            error.add_note(
+                f"local://{root} is where the publisher and every member of the run write: choose a directory that "
+                "each of them can make, or write in"
+            )
+            raise
 
     def write(self, path: Path, *data: bytes, flush: bool = False) -> None:
         """Make a file appear under its name with all of its bytes, which are given in pieces."""
