@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import dcr.blocking
 from dcr.errors import LocalError, PluginError, SchemaError, StateError
 from dcr.loaders.engine import Pairs
 from dcr.loaders.native import NativeLoader
+from dcr.observe import Event
 from dcr.subscribe.ranks import Ranks
 
 
@@ -167,3 +169,40 @@ def test_a_version_in_which_nothing_changed_says_so(tmp_path: Path) -> None:
     with dcr.blocking.publisher(f"local://{tmp_path}/run", source=dcr.source(Net())) as publisher:
         assert "x less than dense)" in str(publisher.publish().committed())
         assert ", 0 bytes on the wire (nothing changed), " in str(publisher.publish().committed())
+
+
+# ---------------------------------------------------------------------- two of one name
+
+
+def test_a_second_live_member_of_one_name_is_warned_of_once(tmp_path: Path) -> None:
+    url, trainer, seen = f"local://{tmp_path}/run", Net(), list[Event]()
+    with dcr.blocking.publisher(url, source=dcr.source(trainer), observe=seen.append) as publisher:
+
+        def follow(name: str) -> dcr.blocking.subscriber:
+            return dcr.blocking.subscriber(url, loader=dcr.loader("module", Net()), member=name)
+
+        with follow("a") as first, follow("b"):
+            publisher.joined(2)
+            assert not [event for event in seen if event.name == "doubled"]
+            with follow("a") as second:
+                publisher.joined(3)
+                refit = publisher.publish()
+                for versions in (first, second):
+                    next(versions).install()  # which they say by joining anew
+                refit.committed()
+                while len([event for event in seen if event.name == "joined"]) < 5:
+                    time.sleep(0.01)
+    doubled = [event for event in seen if event.name == "doubled"]
+    assert [event.member for event in doubled] == ["a"]
+    assert "two engines have one name; give each its own" in str(doubled[0].detail)
+
+
+def test_a_member_that_left_and_comes_again_is_no_second_one(tmp_path: Path) -> None:
+    url, trainer, seen = f"local://{tmp_path}/run", Net(), list[Event]()
+    with dcr.blocking.publisher(url, source=dcr.source(trainer), observe=seen.append) as publisher:
+        for _ in range(2):
+            with dcr.blocking.subscriber(url, loader=dcr.loader("module", Net()), member="a"):
+                publisher.joined(1)
+            while publisher.members:
+                time.sleep(0.01)
+    assert [event.name for event in seen if event.name in ("joined", "left", "doubled")] == 2 * ["joined", "left"]

@@ -95,6 +95,7 @@ class Roster:
         """Take a member's message."""
         match message.header:
             case Join(member=member, holds=holds, reads_base=reads_base):
+                self._warn_of_twins(member)
                 self.holds[member] = holds
                 (self._readers.add if reads_base else self._readers.discard)(member)
                 self._emit("joined", None, member, detail=str(holds or "nothing"))
@@ -107,6 +108,17 @@ class Roster:
             case _:
                 return
         self._tell()
+
+    def _warn_of_twins(self, member: MemberRef) -> None:
+        """A second live member of one name is a mistake, or a restart whose first life has not been missed yet."""
+        if member not in self.holds and any(ref.member == member.member for ref in self.holds):
+            self._emit(
+                "doubled",
+                None,
+                member,
+                detail=f"two live members are called {member.member!r}, and both vote: either the first was restarted, "
+                "and counts until its sign of life is too old, or two engines have one name; give each its own",
+            )
 
     def _leave(self, member: MemberRef) -> None:
         self.holds.pop(member, None)
