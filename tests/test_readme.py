@@ -24,12 +24,23 @@ def test_the_readme_has_an_example_for_each_kind_of_user() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda source: source.splitlines()[0].removeprefix("# "))
 def test_an_example_runs_as_it_stands(example: str, tmp_path: Path) -> None:
     """As a script in an empty directory; a warning is an error there too."""
-    script = tmp_path / "example.py"
+    _run(example, tmp_path)
+
+
+def test_an_example_that_names_a_directory_runs_again(tmp_path: Path) -> None:
+    named = [example for example in EXAMPLES if "tempfile.gettempdir" in example]
+    assert named
+    for example in 2 * named:
+        _run(example, tmp_path)
+
+
+def _run(example: str, folder: Path) -> None:
+    script = folder / "example.py"
     script.write_text(example)
     process = subprocess.run(
         [sys.executable, "-W", "error", script.name],
-        cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
+        cwd=folder,
+        env=os.environ | {"TMPDIR": str(folder)},
         capture_output=True,
         text=True,
         timeout=100,
