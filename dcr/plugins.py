@@ -60,8 +60,10 @@ def transport_for(url: str) -> Any:
     """The transport that the scheme of a URL names.
 
     Raises:
-        PluginError: as `load`; also if the URL has no scheme.
+        PluginError: as `load`; also if the URL has no scheme. TypeError: it is no text.
     """
+    if not isinstance(url, str):
+        raise TypeError(f"expected a URL as text, such as 'local:///path/to/run', found {url!r}")
     scheme = urlsplit(url).scheme
     if not scheme:
         raise PluginError(f"expected a URL with a scheme, such as local:///path/to/run, found {url!r}")

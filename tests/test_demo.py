@@ -229,6 +229,14 @@ def test_a_bit_flipped_in_live_weights_is_named(capfd: pytest.CaptureFixture[str
     assert "rollout-0, version 3: all " in shown
 
 
+def test_a_bit_flipped_in_live_weights_that_nobody_finds_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "compare", lambda tally, shown: demo.EQUAL)
+    assert demo.run(refits=1, size="tiny", inject_fault="weights") == 2
+    assert "the audit found no difference" in capfd.readouterr().out
+
+
 def test_a_bit_flipped_on_the_wire_is_refused_and_sent_again(capfd: pytest.CaptureFixture[str]) -> None:
     assert demo.run(refits=2, size="tiny", inject_fault="wire") == 0
     shown = capfd.readouterr().out

@@ -90,9 +90,9 @@ def test_a_checkpoint_directory_that_is_missing_is_refused_at_once(tmp_path: Pat
         dcr.loader("safetensors", tmp_path / "none")
 
 
-@pytest.mark.parametrize("member", ["", "a\nb", "x" * 65, "\ud800"])
+@pytest.mark.parametrize("member", ["", "a\nb", "x" * 201, "é" * 34, "\ud800"])
 def test_a_name_that_a_transport_may_not_bear_is_refused(member: str) -> None:
-    with pytest.raises(LocalError, match="of printable characters and 1 to 64 bytes"):
+    with pytest.raises(LocalError, match="of printable characters, 1 to 200 bytes long"):
         dcr.subscriber("local:///nowhere", loader=dcr.loader("module", Net()), member=member)
 
 
@@ -101,7 +101,7 @@ def test_a_member_without_a_text_as_its_name_is_refused() -> None:
         dcr.subscriber("local:///nowhere", loader=dcr.loader("module", Net()), member=3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("member", ["a/b", "..", "%2F", "é" * 32, "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 21])
+@pytest.mark.parametrize("member", ["a/b", "..", "%2F", "é" * 33, "x" * 200])
 def test_every_other_name_is_borne_by_a_directory(member: str, tmp_path: Path) -> None:
     url, trainer, engine = f"local://{tmp_path}/run", Net(), Net()
     with (
@@ -132,6 +132,20 @@ def test_a_number_out_of_range_is_refused_and_not_used_up(version: int, tmp_path
         with pytest.raises(StateError, match="from 0 to 9223372036854775807"):
             publisher.publish(version=version)
         assert publisher.publish(version=(1 << 63) - 1).committed().version == (1 << 63) - 1
+
+
+# ---------------------------------------------------------------------- options
+
+
+def test_a_path_is_no_url(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"such as 'local:///path/to/run', found PosixPath"):
+        dcr.publisher(tmp_path, source=dcr.source(Net()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("quorum", ["most", -1, 0.5, True])
+def test_a_quorum_is_all_or_a_number_of_members(quorum: Any) -> None:
+    with pytest.raises(TypeError, match="expected a quorum of 'all' or a number of members"):
+        dcr.publisher("local:///nowhere", source=dcr.source(Net()), quorum=quorum)
 
 
 # ---------------------------------------------------------------------- waived names

@@ -78,6 +78,7 @@ class Publisher:
         observe: Observer = ignore,
     ) -> None:
         require(source, Source, "dcr.source(model)")
+        _require_quorum(quorum)
         self._url = url
         self._transport: Transport = transport or plugins.transport_for(url)
         self._ranks = Ranks(_group(group))
@@ -276,6 +277,11 @@ class Publisher:
 
     def _emit(self, name: str, version: int, **rest: Any) -> None:
         self._observe(Event(name, version, **rest))
+
+
+def _require_quorum(quorum: int | Literal["all"]) -> None:
+    if quorum != "all" and (isinstance(quorum, bool) or not isinstance(quorum, int) or quorum < 0):
+        raise TypeError(f"expected a quorum of 'all' or a number of members, found {quorum!r}; write quorum=2")
 
 
 def _require_number(version: int) -> None:

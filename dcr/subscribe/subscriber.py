@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
+from urllib.parse import quote
 
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
@@ -32,14 +33,14 @@ from dcr.subscribe.version import Version
 from dcr.wire import Leave, MemberRef, Open
 
 LEAVE_TIMEOUT_S = 5.0
-MAX_NAME_BYTES = 64  # a transport may make a file's name of it, three characters for each byte
+MAX_NAME_BYTES = 200  # once quoted: a transport may make a file's name of it, with its own marks behind
 
 
 class Subscriber:
     """Follows a run and offers its versions; an async context manager, and then an async iterator.
 
-    member: this engine's name among the run's members, printable and of at most 64 bytes; no other live engine of the
-    run may have it. transport: None finds one by the URL's scheme. codecs: a
+    member: this engine's name among the run's members, printable and at most 200 bytes long once quoted as in a
+    URL; no other live engine of the run may have it. transport: None finds one by the URL's scheme. codecs: a
     codec by its name. budget: bytes of encoded chunks in memory, 256 MiB by default. fetch_timeout_s: how long to
     wait for the next piece of an attempt that has begun. workers: threads that decode.
 
@@ -174,8 +175,8 @@ class Subscriber:
 def _require_name(member: str) -> None:
     if not isinstance(member, str):
         raise TypeError(f"expected a text as the member's name, found {member!r}; write member='rollout-0'")
-    if not member or not member.isprintable() or len(member.encode()) > MAX_NAME_BYTES:
+    if not member or not member.isprintable() or len(quote(member, safe="")) > MAX_NAME_BYTES:
         raise LocalError(
-            f"expected a member's name of printable characters and 1 to {MAX_NAME_BYTES} bytes, found {member!r}; "
-            "write, for example, member='rollout-0'"
+            f"expected a member's name of printable characters, 1 to {MAX_NAME_BYTES} bytes long once quoted as in a "
+            f"URL; found {member!r}; write, for example, member='rollout-0'"
         )
