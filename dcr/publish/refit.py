@@ -111,7 +111,8 @@ class Refit:
     async def installed(self) -> Mapping[str, str]:
         """Wait until every member that prepared it has answered for its installation; what each one said.
 
-        "installed", or why not: such a member does not serve this version.
+        "installed"; or why not, such as "left" or "behind" (it did not hold the base, was not asked, and catches up):
+        such a member does not serve this version.
         """
         report = await self.committed()
         await self._installed.wait()
