@@ -4,9 +4,9 @@
 
 #include <cstddef>
 #include <cstdlib>
-#include <map>
 #include <mutex>
 #include <new>
+#include <vector>
 
 namespace dcr {
 
@@ -24,12 +24,12 @@ class Pool {
     void* take(size_t bytes) {
         {
             const std::lock_guard lock(mutex_);
-            const auto found = kept_.lower_bound(bytes);
-            if (found != kept_.end() && found->first <= bytes + bytes / 8) {
-                void* memory = found->second;
-                held_ -= found->first;
-                kept_.erase(found);
-                return memory;
+            for (size_t i = kept_.size(); i-- > 0;) {  // what was given last is most likely in cache
+                const Kept found = kept_[i];
+                if (found.bytes < bytes || found.bytes > bytes + bytes / 8) continue;
+                kept_.erase(kept_.begin() + std::ptrdiff_t(i));
+                held_ -= found.bytes;
+                return found.memory;
             }
         }
         void* block = std::malloc(HEADER + bytes);
@@ -38,27 +38,30 @@ class Pool {
         return static_cast<char*>(block) + HEADER;
     }
 
+    // Where more is kept than may be, what has lain longest is freed.
     void give(void* memory) noexcept {
-        void* block = static_cast<char*>(memory) - HEADER;
-        const size_t bytes = *static_cast<size_t*>(block);
-        try {
-            const std::lock_guard lock(mutex_);
-            if (held_ + bytes <= MOST) {
-                kept_.emplace_hint(kept_.lower_bound(bytes), bytes, memory);  // of equal sizes the last one goes first
-                held_ += bytes;
-                return;
-            }
-        } catch (...) {  // no memory to remember it by
-        }
-        std::free(block);
+        const Kept given{*static_cast<size_t*>(block_of(memory)), memory};
+        const std::lock_guard lock(mutex_);
+        if (given.bytes > MOST) return std::free(block_of(memory));
+        size_t old = 0;
+        for (held_ += given.bytes; held_ > MOST; held_ -= kept_[old++].bytes) std::free(block_of(kept_[old].memory));
+        kept_.erase(kept_.begin(), kept_.begin() + std::ptrdiff_t(old));
+        kept_.push_back(given);
     }
 
   private:
-    static constexpr size_t MOST = 16 << 20;  // bytes that are kept
+    struct Kept {
+        size_t bytes;
+        void* memory;
+    };
+    static constexpr size_t MOST = 64 << 20;  // bytes that are kept
     static constexpr size_t HEADER = 64;      // holds the size; whole, so that what is behind it stays aligned
 
+    Pool() { kept_.reserve(MOST / LARGE); }  // so `give` never allocates
+    static void* block_of(void* memory) { return static_cast<char*>(memory) - HEADER; }
+
     std::mutex mutex_;
-    std::multimap<size_t, void*> kept_;  // by size
+    std::vector<Kept> kept_;  // in the order in which they were given
     size_t held_ = 0;
 };
 
