@@ -93,5 +93,7 @@ def test_watching_a_loader_does_not_import_torchs_compiler() -> None:
         assert watch.written == {7}, watch.written
         print("torch._dynamo" in sys.modules)
     """
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
+    )
     assert ran.stdout == "False\n"
