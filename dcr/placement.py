@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dcr import digest, kernels
 from dcr.boxes import Box, Dim
@@ -27,11 +28,15 @@ __all__ = ["Place", "Placement", "canonical_table", "wanted"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Bound:
-    """One frame, bound: its strips, the parts that its sums are of (tensors, if all is held), and their digest keys."""
+    """One frame, bound: its strips, and what its sums are of.
+
+    parts: numbers of parts, or of tensors if all is held; tensors: that of each; keys: its digest keys.
+    """
 
     frame: Frame
     strips: list[Strip]
     parts: tuple[int, ...]
+    tensors: NDArray[np.int64]
     keys: Lanes
 
 
@@ -57,13 +62,25 @@ class Placement:
             by_tensor[place.tensor].append(place)
         self._layout = layout
         self._partial = partial
-        self._firsts = _firsts(by_tensor) if partial else []
-        self._frames = [self._bind(frame, storages, by_tensor) for frame in layout.frames]
+        firsts = _firsts(by_tensor) if partial else []
+        self._parts = [_region(place) for place in firsts]
+        numbers = _numbers(firsts)
+        self._frames = [
+            _bind_parts(frame, storages, by_tensor, firsts, numbers)
+            if partial
+            else _bind_whole(frame, storages, by_tensor)
+            for frame in layout.frames
+        ]
 
     @property
     def parts(self) -> list[Region]:
         """At one of several ranks: the regions that its sums are of (see `dcr.seams.RankLoader`)."""
-        return [_region(place) for place in self._firsts]
+        return self._parts
+
+    def touched(self, ready: Ready) -> set[int]:
+        """The tensors whose bits a frame changes."""
+        tensors = self._frames[ready.frame].tensors
+        return set(tensors[(ready.old_sums != ready.new_sums).any(axis=1)].tolist())
 
     def prepare(self, index: int, change: Change) -> Ready:
         """See `dcr.seams.Loader.prepare`."""
@@ -88,22 +105,12 @@ class Placement:
 
     def digest(self) -> Lanes:
         """See `dcr.seams.Loader.digest`; over the elements that this rank owns."""
-        lanes = digest.zero(len(self._firsts) if self._partial else len(self._layout.schema.tensors))
+        lanes = digest.zero(len(self._parts) if self._partial else len(self._layout.schema.tensors))
         for bound in self._frames:
             lanes[list(bound.parts)] += _sums(bound)
             if astray := _astray(bound):
                 raise DigestMismatch(f"frame {bound.frame.index}: {astray} elements differ between two copies")
         return lanes
-
-    def _bind(self, frame: Frame, storages: Sequence[Bits], places: Mapping[int, Sequence[Place]]) -> _Bound:
-        if not self._partial:
-            strips = strips_of(frame, storages, places, lambda place: frame.tensors.index(place.tensor))
-            return _Bound(frame, strips, frame.tensors, frame.keys)
-        parts = tuple(number for number, place in enumerate(self._firsts) if place.tensor in frame.tensors)
-        lanes = {id(self._firsts[number]): lane for lane, number in enumerate(parts)}
-        strips = strips_of(frame, storages, places, lambda place: lanes.get(id(place), 0))
-        tensors = [frame.tensors.index(self._firsts[number].tensor) for number in parts]
-        return _Bound(frame, strips, parts, frame.keys[tensors])
 
     def _scatter(self, index: int, home: int, positions: Positions, bits: Bits) -> None:
         bound = self._frames[index]
@@ -111,6 +118,39 @@ class Placement:
         if wrong:
             names = ", ".join(self._layout.schema.tensors[t].name for t in bound.frame.tensors[:3])
             raise ReadBackError(f"{wrong} of {len(bits)} elements of frame {index} ({names}) did not keep their bits")
+
+
+def _bind_whole(frame: Frame, storages: Sequence[Bits], places: Mapping[int, Sequence[Place]]) -> _Bound:
+    """Bind a frame of which every element is held: its sums are of tensors."""
+    lanes = {tensor: lane for lane, tensor in enumerate(frame.tensors)}
+    strips = strips_of(frame, storages, places, lambda place: lanes[place.tensor])
+    return _Bound(frame, strips, frame.tensors, np.array(frame.tensors, np.int64), frame.keys)
+
+
+def _bind_parts(
+    frame: Frame,
+    storages: Sequence[Bits],
+    places: Mapping[int, Sequence[Place]],
+    firsts: Sequence[Place],
+    numbers: Mapping[int, Sequence[int]],
+) -> _Bound:
+    """Bind a frame at one of several ranks: its sums are of parts, each the first home of its elements.
+
+    numbers: for each tensor, which of `firsts` are of it: a frame costs what it holds, however many parts there are.
+    """
+    own = [(number, row) for row, tensor in enumerate(frame.tensors) for number in numbers.get(tensor, ())]
+    lanes = {id(firsts[number]): lane for lane, (number, _) in enumerate(own)}
+    strips = strips_of(frame, storages, places, lambda place: lanes.get(id(place), 0))
+    rows = np.array([row for _, row in own], np.int64)
+    tensors = np.array([firsts[number].tensor for number, _ in own], np.int64)
+    return _Bound(frame, strips, tuple(number for number, _ in own), tensors, frame.keys[rows])
+
+
+def _numbers(firsts: Sequence[Place]) -> dict[int, list[int]]:
+    numbers: dict[int, list[int]] = defaultdict(list)
+    for number, place in enumerate(firsts):
+        numbers[place.tensor].append(number)
+    return numbers
 
 
 def _prepare_sparse(bound: _Bound, partial: bool, change: Change, positions: Positions) -> Ready:

@@ -98,7 +98,7 @@ class NativeLoader:
         """
         self._bound.reloads.begin()
         ready = self._bound.placement.prepare(frame, change)
-        self._bound.reloads.check(self._touched(ready))
+        self._bound.reloads.check(self._bound.placement.touched(ready))
         return ready
 
     def read(self, frame: int) -> Bits:
@@ -107,12 +107,12 @@ class NativeLoader:
 
     def install(self, ready: Ready) -> None:
         """See `dcr.seams.Loader.install`."""
-        self._bound.reloads.wrote(self._touched(ready), undone=False)
+        self._bound.reloads.wrote(self._bound.placement.touched(ready), undone=False)
         self._bound.placement.install(ready)
 
     def undo(self, ready: Ready) -> None:
         """See `dcr.seams.Loader.undo`."""
-        self._bound.reloads.wrote(self._touched(ready), undone=True)
+        self._bound.reloads.wrote(self._bound.placement.touched(ready), undone=True)
         self._bound.placement.undo(ready)
         self._undone = True
 
@@ -127,13 +127,6 @@ class NativeLoader:
         """See `dcr.seams.Loader.digest`."""
         self._bound.reloads.require_known()
         return self._bound.placement.digest()
-
-    def _touched(self, ready: Ready) -> set[int]:
-        """The tensors that a frame changes."""
-        frame = self._bound.layout.frames[ready.frame]
-        of_sums = [self.parts[part].tensor for part in ready.parts] if self._partial else frame.tensors
-        changed = (ready.old_sums != ready.new_sums).any(axis=1)
-        return {tensor for tensor, moved in zip(of_sums, changed, strict=True) if moved}
 
     # ------------------------------------------------------------------ what is refused
 

@@ -1,0 +1,99 @@
+"""What a version costs at an engine's side grows with what it touches, and with nothing else: counted, not timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from counts import Scanned, calls_of
+from refits import Weights
+
+from dcr.boxes import Box, Dim
+from dcr.frames import FrameSpec, Layout, Region
+from dcr.loaders.module import ModuleLoader
+from dcr.loaders.native import NativeLoader, NativeRank
+from dcr.patch import Change, Operation
+from dcr.placement import Place, Placement
+from dcr.schema import Schema, TensorSpec
+
+ELEMENTS = 6  # of each tensor
+
+
+def layout_of(count: int) -> Layout:
+    """Many tensors in one frame."""
+    specs = tuple(TensorSpec(f"w{number}", "bfloat16", (2, 3)) for number in range(count))
+    regions = tuple(Region(number, 0, ((ELEMENTS, 1),)) for number in range(count))
+    return Layout(Schema(specs), (FrameSpec("bfloat16", regions),))
+
+
+def weights_of(count: int) -> Weights:
+    return Weights({f"w{number}": torch.zeros(2, 3, dtype=torch.bfloat16) for number in range(count)})
+
+
+class Engine:
+    """An engine that keeps tensors as they are published."""
+
+    replaces = False
+
+    def __init__(self, count: int) -> None:
+        self.module = weights_of(count)
+        self.named = dict(self.module.named_parameters())
+
+    def load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            self.named[name].data.copy_(tensor)
+
+    def settle(self, modules: Set[str]) -> None:
+        pass
+
+    def fingerprint(self) -> bytes:
+        return b"many"
+
+
+def module(count: int) -> ModuleLoader:
+    return ModuleLoader(weights_of(count))
+
+
+def native(count: int) -> NativeLoader:
+    return NativeLoader(Engine(count))
+
+
+def rank(count: int) -> NativeRank:
+    return NativeRank(Engine(count))
+
+
+def change_of(count: int) -> Change:
+    """One element of each tensor."""
+    positions = np.arange(count, dtype=np.uint32) * ELEMENTS
+    return Change(Operation.OVERWRITE, positions, np.ones(count, np.uint16))
+
+
+def pause_of(make: Callable[[int], ModuleLoader | NativeLoader | NativeRank], count: int) -> tuple[int, int, int]:
+    """Calls of a preparation, of an installation and of an undo, in which each tensor changes."""
+    loader = make(count)
+    loader.bind(layout_of(count))
+    ready = loader.prepare(0, change_of(count))
+    prepared = calls_of(lambda: loader.prepare(0, change_of(count)))
+    installed = calls_of(lambda: (loader.install(ready), loader.settle()))
+    undone = calls_of(lambda: (loader.undo(ready), loader.settle()))
+    return prepared, installed, undone
+
+
+@pytest.mark.parametrize("make", [module, native, rank])
+def test_a_pause_costs_no_call_per_tensor(make: Callable[[int], ModuleLoader | NativeLoader | NativeRank]) -> None:
+    assert pause_of(make, 20) == pause_of(make, 40)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_binding_looks_at_each_tensor_of_a_frame_a_few_times(partial: bool) -> None:
+    count = 200
+    layout = layout_of(count)
+    scanned = Scanned(layout.frames[0].tensors)
+    object.__setattr__(layout, "frames", (replace(layout.frames[0], tensors=scanned),))
+    storages = [np.zeros(ELEMENTS, np.uint16) for _ in range(count)]
+    places = [Place(number, number, Box(0, 0, (Dim(ELEMENTS, 1, 1),))) for number in range(count)]
+    Placement(layout, storages, places, partial=partial)
+    assert scanned.looks <= 5 * count
