@@ -67,7 +67,7 @@ MEMBER: Mapping[Member, Mapping[str, Member]] = {
     Member.SERVING: {"opened": Member.FETCHING, "lost_trust": Member.EMPTY},
     Member.FETCHING: {"prepared": Member.PREPARED, "dropped": Member.SERVING, "lost_trust": Member.EMPTY},
     Member.PREPARED: {"head_names_it": Member.COMMITTED, "dropped": Member.SERVING},
-    Member.COMMITTED: {"install": Member.INSTALLING},
+    Member.COMMITTED: {"install": Member.INSTALLING, "lost_trust": Member.EMPTY},
     Member.INSTALLING: {"installed": Member.SERVING, "undone": Member.COMMITTED, "failed": Member.POISONED},
     Member.SEEDING: {"installed": Member.SERVING, "failed": Member.POISONED},
     Member.POISONED: {"seed": Member.SEEDING},

@@ -106,9 +106,9 @@ def test_a_prepared_member_never_decides_alone() -> None:
     assert set(MEMBER[Member.PREPARED]) == {"head_names_it", "dropped"}
 
 
-def test_a_committed_version_is_never_dropped() -> None:
+def test_a_committed_version_is_dropped_only_for_a_seed() -> None:
     assert reachable(MEMBER, Member.COMMITTED, without=frozenset({Member.SERVING})) == {
-        *(Member.COMMITTED, Member.INSTALLING, Member.POISONED, Member.SEEDING)
+        *(Member.COMMITTED, Member.INSTALLING, Member.POISONED, Member.SEEDING, Member.EMPTY)
     }
 
 

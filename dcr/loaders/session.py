@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from dcr.errors import Poisoned, StateError
-from dcr.seams import RankLoader
+from dcr.seams import RankLoader, Watching
 
 
 class Session:
@@ -28,6 +28,15 @@ class Session:
         self._half = False
         self._begun: set[int] = set()  # what was written in the last session
         self.bind, self.epoch, self.prepare, self.digest = loader.bind, loader.epoch, loader.prepare, loader.digest
+
+    def mark(self) -> bytes:
+        """See `dcr.seams.Watching.mark`."""
+        return self._loader.mark() if isinstance(self._loader, Watching) else b""
+
+    def require_awake(self) -> None:
+        """See `dcr.seams.Watching.require_awake`."""
+        if isinstance(self._loader, Watching):
+            self._loader.require_awake()
 
     def open(self) -> None:
         """Let writes through, and the model no more."""

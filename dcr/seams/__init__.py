@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dcr.seams.codec import BasedCodec, Codec
-from dcr.seams.loader import Batching, Loader, RankLoader, RankReady, Readable, Undoable
+from dcr.seams.loader import Batching, Labelling, Loader, RankLoader, RankReady, Readable, Undoable, Watching
 from dcr.seams.source import Group, Residual, Source
 from dcr.seams.stage import Stage
 from dcr.seams.transport import Ledger, Link, Run, Store, Transport, Writer
@@ -13,6 +13,7 @@ __all__ = [
     "Batching",
     "Codec",
     "Group",
+    "Labelling",
     "Ledger",
     "Link",
     "Loader",
@@ -26,5 +27,6 @@ __all__ = [
     "Store",
     "Transport",
     "Undoable",
+    "Watching",
     "Writer",
 ]

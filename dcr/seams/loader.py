@@ -128,6 +128,32 @@ class Batching(Protocol):
         ...
 
 
+@runtime_checkable
+class Watching(Protocol):
+    """What a loader has besides if it sees what others do to its weights: a sleep of the engine, a reload."""
+
+    def mark(self) -> bytes:
+        """A mark that is another one whenever somebody else may have written the weights since."""
+        ...
+
+    def require_awake(self) -> None:
+        """The weights may be written now.
+
+        Raises:
+            StateError: the engine sleeps, so that what is written would be lost.
+        """
+        ...
+
+
+@runtime_checkable
+class Labelling(Protocol):
+    """What a loader has besides if its engine says which version makes what it generates."""
+
+    def label(self, version: int) -> None:
+        """Show the version that live memory holds: once it is recognised, installed, or held again by an undo."""
+        ...
+
+
 class RankLoader(Protocol[Share]):
     """One of several ranks of a member, which `dcr.subscribe.Ranks` joins; as `Loader`, but for what it says here.
 

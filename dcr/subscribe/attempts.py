@@ -93,7 +93,7 @@ class Attempts:
     async def _accept(self, prepared: Prepared) -> None:
         member = self._member
         if member.holds is None:  # an anchor whose very bits are held already
-            member.hold(prepared.identity)
+            await member.hold(prepared.identity)
             member.move("opened")
             member.move("prepared")
         member.move("head_names_it")

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from functools import partial
 
 from dcr import chain
-from dcr.errors import BaseMismatch, DcrError, DigestMismatch, IncompleteError, RankError, StorageRebound
+from dcr.errors import BaseMismatch, DcrError, DigestMismatch, IncompleteError, RankError, StateError, StorageRebound
 from dcr.seams import Store
 from dcr.subscribe.membership import Membership
 from dcr.subscribe.offers import Offers
@@ -34,7 +34,7 @@ class Backlog:
         root = member.rank.root
         for link, identity in zip(reversed(links), reversed(chain.committed(links, head)), strict=True):
             if link.seal.root == root and link.open.layout == member.rank.layout.digest:
-                member.hold(identity)
+                await member.hold(identity)
                 return
 
     async def catch_up(self) -> None:
@@ -92,9 +92,10 @@ class Backlog:
         """Write stored versions over whatever live memory holds: an anchor, and the deltas after it."""
         member, began_s = self._member, time.monotonic()
         try:
+            await member.rank.require_awake()
             await member.rank.require_epoch()
             links = await chain.back_from(store, identity, until=None)
-        except (IncompleteError, RankError, StorageRebound) as error:
+        except (IncompleteError, RankError, StateError, StorageRebound) as error:
             return error  # nothing has been written
         if member.holds is not None:
             member.holds = None

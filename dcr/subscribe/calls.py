@@ -42,6 +42,14 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     pass
 
 
+class Mark(msgspec.Struct, frozen=True, tag="mark"):
+    pass
+
+
+class Awake(msgspec.Struct, frozen=True, tag="awake"):
+    """Whether it is awake; answered by an error if not."""
+
+
 class Digest(msgspec.Struct, frozen=True, tag="digest"):
     pass
 
@@ -68,7 +76,7 @@ class Settle(msgspec.Struct, frozen=True, tag="settle"):
     pass
 
 
-Request = Bind | Epoch | Digest | Prepare | Install | Undo | Settle
+Request = Bind | Epoch | Mark | Awake | Digest | Prepare | Install | Undo | Settle
 
 
 class Call(msgspec.Struct, frozen=True):

@@ -90,16 +90,23 @@ class Membership:
         assert self.head is not None
         return Receipt(header, run=self.head.run, term=0 if stored else self.head.term, holds=self.holds)
 
-    def hold(self, identity: Identity) -> None:
-        """Live memory, whatever wrote it, has turned out to hold a version."""
+    async def hold(self, identity: Identity) -> None:
+        """Live memory, whatever wrote it, has turned out to hold a version: it is shown."""
         self.holds = identity
         self.move("recognised")
+        await self.show()
         self.emit("recognised", identity.version)
 
+    async def show(self) -> None:
+        """Have the engine show the version that it holds, if it can."""
+        if self.holds is not None:
+            await self.rank.show(self.holds.version)
+
     async def installed(self, identity: Identity, root: bytes, began_s: float) -> None:
-        """A version has been written and read back: say so."""
+        """A version has been written and read back: show it, and say so."""
         self.holds = identity
         self.move("installed")
+        await self.show()
         self.emit("installed", identity.version, detail=f"{time.monotonic() - began_s:.6f} s")
         await self.say(Ack("installed", self.ref, identity, root))
         await self.say(self.join)
@@ -123,7 +130,11 @@ class Membership:
         if await self.rank.rescan() == believed:
             self.move("dropped")
             return False
+        self.lose_trust(identity, error)
+        return True
+
+    def lose_trust(self, identity: Identity, error: Exception) -> None:
+        """Live memory holds something else than was believed: it has to be seeded."""
         self.emit("lost_trust", identity.version, detail=str(error))
         self.holds = None
         self.move("lost_trust")
-        return True

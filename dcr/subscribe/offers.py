@@ -9,7 +9,7 @@ from functools import partial
 from anyio.streams.memory import MemoryObjectSendStream
 
 from dcr.commit import Member
-from dcr.errors import IncompleteError, Poisoned, StorageRebound
+from dcr.errors import BaseMismatch, IncompleteError, Poisoned, StateError, StorageRebound
 from dcr.subscribe.membership import Membership
 from dcr.subscribe.rank import Prepared
 from dcr.subscribe.version import Version
@@ -36,7 +36,7 @@ class Offers:
                 version.answer(error)
                 if isinstance(error, StorageRebound):
                     raise error  # nothing that this subscriber knows is true any more
-                if self._member.state is Member.POISONED or isinstance(error, IncompleteError):
+                if self._member.state is Member.POISONED or isinstance(error, (IncompleteError, BaseMismatch)):
                     break  # it is offered again, or a newer one instead
         finally:
             version.close()
@@ -48,8 +48,13 @@ class Offers:
     async def _install(self, prepared: Prepared) -> Exception | None:
         member, began_s = self._member, time.monotonic()
         try:
+            await member.rank.require_awake()
             await member.rank.require_epoch()
-        except StorageRebound as error:
+            await member.rank.require_unwritten()
+        except (StorageRebound, StateError) as error:
+            return error  # nothing has been written
+        except BaseMismatch as error:
+            member.lose_trust(prepared.identity, error)
             return error
         member.move("install")
         try:
@@ -59,6 +64,7 @@ class Offers:
             return error
         except Exception as error:
             member.move("undone")
+            await member.show()
             member.emit("undone", prepared.identity.version, detail=f"{type(error).__name__}: {error}")
             return error
         await member.installed(prepared.identity, prepared.root, began_s)

@@ -12,11 +12,11 @@ import anyio.to_thread
 from dcr import digest, frames, plugins
 from dcr.budget import ByteBudget
 from dcr.commit import Receipt
-from dcr.errors import DigestMismatch, IncompleteError, PayloadError, Poisoned, StateError, StorageRebound
+from dcr.errors import BaseMismatch, DigestMismatch, IncompleteError, PayloadError, Poisoned, StateError, StorageRebound
 from dcr.frames import Layout
 from dcr.observe import Observer
 from dcr.pipeline import Pipeline
-from dcr.seams import BasedCodec, Codec, Loader, Readable, Undoable
+from dcr.seams import BasedCodec, Codec, Labelling, Loader, Readable, Undoable, Watching
 from dcr.stages import apply
 from dcr.stages.apply import Inspect, Prepare, Write
 from dcr.stages.compress import Decompress
@@ -77,6 +77,7 @@ class Rank:
         self._limiter = anyio.CapacityLimiter(1)
         self._layout: Layout | None = None
         self._epoch = b""
+        self._mark = b""
         self._lanes: Lanes = digest.zero(0)
 
     @property
@@ -127,6 +128,7 @@ class Rank:
         Raises:
             StorageRebound: what was read is not, or not all, what is live.
         """
+        self._mark = await self._seen()  # before, so that what is written meanwhile is noticed
         try:
             lanes: Lanes | None = await self._run(self._loader.digest)
         except DigestMismatch:
@@ -143,6 +145,36 @@ class Rank:
         """
         if self._layout is not None and await self._run(self._loader.epoch) != self._epoch:
             raise StorageRebound("a weight was replaced or moved since the loader was bound; subscribe anew")
+
+    async def require_awake(self) -> None:
+        """Live memory may be written now.
+
+        Raises:
+            StateError: the engine sleeps.
+        """
+        if isinstance(self._loader, Watching):
+            await self._run(self._loader.require_awake)
+
+    async def require_unwritten(self) -> None:
+        """Nobody else has written live memory since it was scanned last, or it holds what it held all the same.
+
+        Raises:
+            BaseMismatch: live memory holds something else.
+        """
+        if await self._seen() == self._mark:
+            return
+        believed = self.root
+        if (found := await self.rescan()) != believed:
+            raise BaseMismatch(
+                "something other than dcr has written these weights (a reload, or a sleep that dropped them): expected "
+                f"the digest {believed.hex()[:16]} in live memory, found {found.hex()[:16] or 'copies that differ'}; "
+                "the next version offered seeds it anew"
+            )
+
+    async def show(self, version: int) -> None:
+        """Have the engine show the version that it holds, if it can."""
+        if isinstance(self._loader, Labelling):
+            await self._run(self._loader.label, version)
 
     async def prepare(self, receipt: Receipt, receive: Receive, again: AskAgain | None) -> Prepared:
         """Fetch, verify and prepare an attempt; writes nothing.
@@ -213,6 +245,9 @@ class Rank:
     def _decompress(self) -> Decompress:
         read = self._loader.read if isinstance(self._loader, Readable) else None
         return Decompress(self.layout, self._codecs, read, workers=self._workers)
+
+    async def _seen(self) -> bytes:
+        return await self._run(self._loader.mark) if isinstance(self._loader, Watching) else b""
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await anyio.to_thread.run_sync(function, *args, limiter=self._limiter)

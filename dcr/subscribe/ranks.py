@@ -27,7 +27,7 @@ from dcr.frames import Layout, Region
 from dcr.patch import Change
 from dcr.placement import Place, Placement
 from dcr.schema import patterns
-from dcr.seams import Batching, RankLoader, RankReady
+from dcr.seams import Batching, RankLoader, RankReady, Watching
 from dcr.views import UNSIGNED, Lanes
 
 Result = TypeVar("Result")
@@ -111,7 +111,15 @@ class Ranks:
 
     def epoch(self) -> bytes:
         """See `dcr.seams.Loader.epoch`."""
-        return hashlib.blake2b(b"".join(self._each(lambda rank: rank.epoch())), digest_size=16).digest()
+        return _together(self._each(lambda rank: rank.epoch()))
+
+    def mark(self) -> bytes:
+        """See `dcr.seams.Watching.mark`: of all ranks that see what others do to them."""
+        return _together(self._each(lambda rank: rank.mark() if isinstance(rank, Watching) else b""))
+
+    def require_awake(self) -> None:
+        """See `dcr.seams.Watching.require_awake`."""
+        self._each(lambda rank: rank.require_awake() if isinstance(rank, Watching) else None)
 
     def prepare(self, frame: int, change: Change) -> Joint:
         """See `dcr.seams.Loader.prepare`."""
@@ -208,6 +216,10 @@ class _Spare:
 
     def settle(self) -> None:
         """Nothing is made of these tensors."""
+
+
+def _together(marks: Sequence[bytes]) -> bytes:
+    return hashlib.blake2b(b"".join(marks), digest_size=16).digest()
 
 
 def _install(rank: RankLoader[Any], shares: Sequence[RankReady]) -> None:

@@ -28,9 +28,10 @@ from dcr import digest, errors, frames
 from dcr.errors import RankError, WireError
 from dcr.frames import Layout, Region
 from dcr.patch import Change, Operation
-from dcr.seams import RankLoader, RankReady
+from dcr.seams import RankLoader, RankReady, Watching
 from dcr.subscribe.calls import (
     Answer,
+    Awake,
     Bind,
     Buffer,
     Call,
@@ -40,6 +41,7 @@ from dcr.subscribe.calls import (
     Failed,
     Hello,
     Install,
+    Mark,
     Parts,
     Prepare,
     Request,
@@ -97,6 +99,15 @@ class Worker:
         """See `dcr.seams.Loader.epoch`."""
         _, body = self._call(Epoch())
         return body
+
+    def mark(self) -> bytes:
+        """See `dcr.seams.Watching.mark`."""
+        _, body = self._call(Mark())
+        return body
+
+    def require_awake(self) -> None:
+        """See `dcr.seams.Watching.require_awake`."""
+        self._call(Awake())
 
     def prepare(self, frame: int, change: Change) -> Share:
         """See `dcr.seams.RankLoader.prepare`."""
@@ -258,6 +269,11 @@ def _done(
             return Parts(tuple(loader.bind(frames.decode(body)))), b""
         case Epoch():
             return Done(), loader.epoch()
+        case Mark():
+            return Done(), loader.mark() if isinstance(loader, Watching) else b""
+        case Awake():
+            if isinstance(loader, Watching):
+                loader.require_awake()
         case Digest():
             return Done(), digest.pack(loader.digest())
         case Prepare(ticket=ticket, frame=frame):
