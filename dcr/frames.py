@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dcr.boxes import Box, Dim
 from dcr.errors import LayoutError, SchemaError, WireError
-from dcr.schema import WIDTHS, Schema, TensorSpec, keys
+from dcr.schema import DTYPES, Schema, TensorSpec, keys, width_of
 from dcr.views import Lanes, Rows, rows_of
 
 FRAME_ELEMS = 1 << 22
@@ -73,7 +73,7 @@ class Frame:
 
     @property
     def width(self) -> int:
-        return WIDTHS[self.spec.dtype]
+        return width_of(self.spec.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -253,8 +253,8 @@ def _joined(before: Region, after: Region) -> Region | None:
 
 
 def _bind(index: int, spec: FrameSpec, schema: Schema, all_keys: Lanes) -> Frame:
-    if spec.dtype not in WIDTHS:
-        raise LayoutError(f"frame {index}: unknown dtype {spec.dtype!r}; known: {', '.join(WIDTHS)}")
+    if spec.dtype not in DTYPES:
+        raise LayoutError(f"frame {index}: unknown dtype {spec.dtype!r}; known: {', '.join(DTYPES)}")
     tensors = tuple(sorted({region.tensor for region in spec.regions}))
     local = {tensor: position for position, tensor in enumerate(tensors)}
     entries, first = [], 0

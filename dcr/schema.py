@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 import msgspec
 import numpy as np
@@ -16,21 +17,51 @@ import numpy as np
 from dcr.errors import SchemaError
 from dcr.views import Lanes
 
-# Element width in bytes of every dtype that can be published.
+# Bytes per element of the dtypes whose element is one word, an unsigned integer of 1, 2, 4 or 8 bytes. An element of
+# float4_e2m1fn_x2 is the byte that torch keeps, with two values in it.
 WIDTHS: dict[str, int] = {
     "bool": 1,
     "uint8": 1,
     "int8": 1,
+    "uint16": 2,
     "int16": 2,
+    "uint32": 4,
     "int32": 4,
+    "uint64": 8,
     "int64": 8,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
     "bfloat16": 2,
     "float16": 2,
     "float32": 4,
     "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
 }
+# The same for those that only reserve memory: torch has no kernels for them, and keeps an element of uint4 in a byte.
+SHELLS: dict[str, int] = {
+    **{f"{kind}{bits}": 1 for kind in ("uint", "int") for bits in range(1, 8)},
+    **dict.fromkeys(("bits1x8", "bits2x4", "bits4x2", "bits8"), 1),
+    "bits16": 2,
+}
+# The dtypes whose element is two words of 8 bytes, the real part first. Canonical indices, boxes, positions and digests
+# count words, so that everything that moves bits knows words only; a shape stays the tensor's own.
+PAIRS = frozenset({"complex128"})
+DTYPES = (*WIDTHS, *SHELLS, *PAIRS)
+
+
+def width_of(dtype: str) -> int:
+    """Bytes per word of a dtype that can be published."""
+    return 8 if dtype in PAIRS else WIDTHS.get(dtype) or SHELLS[dtype]
+
+
+def words_of(dtype: str) -> int:
+    """Words per element of a dtype that can be published."""
+    return 2 if dtype in PAIRS else 1
 
 
 def patterns(waive: Sequence[str]) -> tuple[str, ...]:
@@ -47,6 +78,11 @@ def patterns(waive: Sequence[str]) -> tuple[str, ...]:
     return found
 
 
+def waived(name: str, waive: Sequence[str]) -> bool:
+    """Whether a name fits one of some patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in waive)
+
+
 class TensorSpec(msgspec.Struct, frozen=True):
     """One canonical tensor: its name, dtype and shape, and the further names under which the trainer ties it."""
 
@@ -57,19 +93,20 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        """Words in it: its elements, or twice as many of a dtype in PAIRS."""
+        return math.prod(self.shape) * words_of(self.dtype)
 
     @property
     def width(self) -> int:
-        """Bytes per element."""
-        return WIDTHS[self.dtype]
+        """Bytes per word."""
+        return width_of(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
     """The ordered tensors of a model; `digest` (32 bytes) names this very list.
 
-    numel: elements of all of them; nbytes: of a dense checkpoint.
+    numel: words of all of them; nbytes: of a dense checkpoint.
 
     Raises:
         SchemaError: an unknown dtype, a negative extent, or a name (or alias) that occurs twice.
@@ -83,8 +120,8 @@ class Schema:
     def __post_init__(self) -> None:
         seen: set[str] = set()
         for spec in self.tensors:
-            if spec.dtype not in WIDTHS:
-                raise SchemaError(f"{spec.name}: dtype {spec.dtype!r} is not one of {', '.join(WIDTHS)}")
+            if spec.dtype not in DTYPES:
+                raise SchemaError(f"{spec.name}: dtype {spec.dtype!r} is not one of {', '.join(DTYPES)}")
             if any(not 0 <= n < 1 << 62 for n in spec.shape) or spec.numel >= 1 << 62:
                 raise SchemaError(f"{spec.name}: shape {spec.shape} has a negative extent, or 2^62 elements or more")
             for name in (spec.name, *spec.aliases):

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from dcr.loaders.probe import BLOCK, Numbering, bits_of
+from dcr.loaders.probe import BLOCK, Numbering
 from dcr.schema import TensorSpec
+from dcr.sources.bits import bits_of
 
 FLOATS = ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 OTHERS = ["uint8", "int8", "int16", "int32", "int64", "bool"]

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from dcr.boxes import Box
 from dcr.loaders.engine import Memory
-from dcr.loaders.probe import bits_of, dtype_of, prefill, random_tensor, torch_of
+from dcr.loaders.probe import dtype_of, prefill, random_tensor, torch_of
 from dcr.loaders.trial import Trial
 from dcr.schema import TensorSpec
+from dcr.sources.bits import SYMBOLIC, bits_of, name_of
 from dcr.views import Bits
 
 SEEDS = (101, 202)
@@ -61,7 +62,10 @@ class Finding:
 def cast_of(spec: TensorSpec, memory: Memory) -> Cast | None:
     """What becomes of a tensor's elements in a memory; None if they keep their bits."""
     source, target = dtype_of(spec), memory.dtype
-    return None if source == target else Cast(source, target)
+    same = source == target or (
+        source.itemsize == target.itemsize and not SYMBOLIC.isdisjoint((name_of(source), name_of(target)))
+    )
+    return None if same else Cast(source, target)
 
 
 def certify(trial: Trial, tensors: Collection[int], findings: Sequence[Finding]) -> set[int]:

@@ -110,7 +110,8 @@ class Memory:
 
     @property
     def width(self) -> int:
-        return self.slots[0].tensor.element_size()
+        """Bytes per word."""
+        return min(self.slots[0].tensor.element_size(), 8)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -15,13 +15,14 @@ from dcr.errors import SchemaError, StateError
 from dcr.frames import Layout, Region
 from dcr.loaders.certify import Cast, cast_of, strided
 from dcr.loaders.engine import Engine, Memory, memories_of, slots_of
-from dcr.loaders.probe import bits_of, dtype_of, torch_of
+from dcr.loaders.probe import dtype_of, torch_of
 from dcr.loaders.record import Kind, Record, record
 from dcr.loaders.reload import Reloads
 from dcr.patch import Change
 from dcr.placement import Place, Placement, wanted
 from dcr.ready import Ready
 from dcr.schema import Schema, TensorSpec, patterns
+from dcr.sources.bits import bits_of
 from dcr.strips import Runs
 from dcr.views import UNSIGNED, Bits, Lanes
 

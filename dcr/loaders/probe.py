@@ -21,25 +21,26 @@ from numpy.typing import NDArray
 
 from dcr.loaders.engine import Memory, Octets
 from dcr.schema import TensorSpec
+from dcr.sources.bits import SYMBOLIC, bits_of, name_of, tame
 from dcr.views import UNSIGNED, Bits
 
 # Non-negative integers below this are exact.
-BASES = {"bool": 2, "uint8": 128, "int8": 128, "float8_e4m3fn": 16, "float8_e5m2": 8}
+BASES = {
+    "bool": 2,
+    "uint8": 128,
+    "int8": 128,
+    "float8_e4m3fn": 16,
+    "float8_e5m2": 8,
+    "float8_e4m3fnuz": 16,
+    "float8_e5m2fnuz": 8,
+    **dict.fromkeys(SYMBOLIC, 128),
+}
 BASE = 256
 # Normal numbers of consecutive bit patterns, from this one on: these dtypes hold them exactly, in equal steps of bits.
 WIDE = {"bfloat16": 0x1800, "float16": 0x1000}
 WIDER = frozenset({"float32", "float64"})
 WIDE_BASE = 1 << 14
 BLOCK = 1 << 15  # elements that are worked on at a time: they stay in cache
-# The exponent bits that make a pattern infinite or no number.
-EXPONENTS = {
-    "bfloat16": 0x7F80,
-    "float16": 0x7C00,
-    "float32": 0x7F800000,
-    "float64": 0x7FF0000000000000,
-    "float8_e4m3fn": 0x7F,
-    "float8_e5m2": 0x7C,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class _Code:
 
     @staticmethod
     def of(values: torch.Tensor, dtype: torch.dtype) -> _Code:
-        patterns = bits_of(values.to(dtype))
+        patterns = _patterns(values, dtype)
         steps = np.unique(np.diff(patterns)).tolist()
         if len(steps) == 1 and steps[0].bit_count() == 1:
             return _Code(patterns, steps[0], np.empty(0, np.int16))
@@ -167,12 +168,21 @@ class _Code:
 
 def _values(sources: Collection[torch.dtype], stored: Collection[torch.dtype]) -> torch.Tensor:
     """Numbers that sources, and floating memory, hold exactly: a power of two of them."""
-    names = {str(dtype).removeprefix("torch.") for dtype in (*sources, *stored)}
+    names = {name_of(dtype) for dtype in (*sources, *stored)}
     for carrier, first in WIDE.items():
         if names <= {carrier, *WIDER}:
             return torch_of(np.arange(first, first + WIDE_BASE, dtype=np.uint16), getattr(torch, carrier))
     holding = {*sources, *(dtype for dtype in stored if dtype.is_floating_point)}
-    return torch.arange(min(BASES.get(str(dtype).removeprefix("torch."), BASE) for dtype in holding))
+    return torch.arange(min(BASES.get(name_of(dtype), BASE) for dtype in holding))
+
+
+def _patterns(values: torch.Tensor, dtype: torch.dtype) -> Bits:
+    """The words that stand for some numbers in a dtype; those that cannot count take the patterns themselves."""
+    if dtype is torch.complex128:
+        return bits_of(values.to(torch.float64))  # each of its words by itself
+    if name_of(dtype) in SYMBOLIC:
+        return np.arange(len(values)).astype(UNSIGNED[dtype.itemsize])
+    return bits_of(values.to(dtype))
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
@@ -183,14 +193,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 def random_tensor(spec: TensorSpec, seed: int, index: int) -> torch.Tensor:
     """Any finite bit pattern, over the full range of exponents; the same for the same seed and index."""
     bits = _random(spec.numel * spec.width, seed, index).view(UNSIGNED[spec.width])
-    exponent = EXPONENTS.get(spec.dtype)
-    if spec.dtype == "bool":
-        bits &= np.uint8(1)
-    elif exponent is not None:
-        mask, lowest = bits.dtype.type(exponent), bits.dtype.type(exponent & -exponent)
-        for start in range(0, len(bits), BLOCK):
-            block = bits[start : start + BLOCK]
-            block ^= ((block & mask) == mask).astype(bits.dtype) * lowest
+    tame(bits, spec.dtype)
     return torch_of(bits, dtype_of(spec)).reshape(spec.shape)
 
 
@@ -205,13 +208,6 @@ def prefill(memory: Memory, seed: int, index: int) -> Octets:
 def blank(memory: Memory, number: int) -> int:
     """The byte that fills a memory before numbers are loaded: no digit, and other bits in every second pass."""
     return number % 2 if memory.dtype is torch.bool else (0xA5, 0x5A)[number % 2]
-
-
-def bits_of(tensor: torch.Tensor) -> Bits:
-    """A tensor's elements in row-major order, as unsigned integers."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    bits: Bits = flat.view(torch.uint8).numpy().view(UNSIGNED[tensor.element_size()])
-    return bits
 
 
 def torch_of(bits: Bits, dtype: torch.dtype) -> torch.Tensor:

@@ -19,7 +19,6 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from dcr.frames import Layout
 from dcr.patch import Change
 from dcr.placement import Place, Placement
 from dcr.ready import Ready
-from dcr.schema import TensorSpec, patterns
+from dcr.schema import TensorSpec, patterns, waived
 from dcr.views import UNSIGNED, Bits, Lanes
 
 Octets = NDArray[np.uint8]
@@ -41,16 +40,26 @@ DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
+    "U16": "uint16",
     "I16": "int16",
+    "U32": "uint32",
     "I32": "int32",
+    "U64": "uint64",
     "I64": "int64",
+    "F4": "float4_e2m1fn_x2",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
     "BF16": "bfloat16",
     "F16": "float16",
     "F32": "float32",
     "F64": "float64",
+    "C64": "complex64",
 }
+PACKED = {"F4": 2}  # values per element of torch; a file counts values in the last dimension
+
 MAX_HEADER_BYTES = 1 << 28
 GENERATION = re.compile(r"-g(\d{6,})(?=\.safetensors$)")
 
@@ -64,15 +73,15 @@ class Entry:
     start: int
 
 
-def entries_of(folder: Path) -> list[Entry]:
-    """The tensors of a checkpoint directory, in the order of their names.
+def entries_of(folder: Path, waive: Sequence[str] = ()) -> list[Entry]:
+    """The tensors of a checkpoint directory, in the order of their names; waive: as for `SafetensorsLoader`.
 
     Raises:
         SchemaError: there is no checkpoint, or its index, headers and files do not fit each other.
     """
     index = index_of(folder)
     files = sorted(set(index["weight_map"].values())) if index else [SINGLE]
-    found = [entry for file in files for entry in _entries(folder, file)]
+    found = [entry for file in files for entry in _entries(folder, file, waive)]
     if index:
         held = {entry.spec.name: entry.file for entry in found}
         wrong = sorted(name for name, file in index["weight_map"].items() if held.get(name) != file)
@@ -100,8 +109,8 @@ def index_of(folder: Path) -> dict[str, Any] | None:
 class SafetensorsLoader:
     """A checkpoint directory, matched to published tensors by name; read by memory map, never changed in place.
 
-    waive: patterns (as in fnmatch) of tensors in the files that need not be published. fsync: False where a version may
-    be lost with the host. sweep: False to remove nothing that an installation left behind.
+    waive: patterns (as in fnmatch) of tensors in the files that need not be published, of any dtype. fsync: False where
+    a version may be lost with the host. sweep: False to remove nothing that an installation left behind.
 
     Raises:
         SchemaError: there is no checkpoint. TypeError: `waive` is no sequence.
@@ -125,7 +134,7 @@ class SafetensorsLoader:
 
     def bind(self, layout: Layout) -> None:
         """See `dcr.seams.Loader.bind`."""
-        entries = entries_of(self._folder)
+        entries = entries_of(self._folder, self._waive)
         places = _places(layout, entries, self._waive)
         self._drop()
         self._placement = Placement(layout, self._storages(entries), places)
@@ -283,7 +292,7 @@ class _Copy:
         self._target.unlink(missing_ok=True)
 
 
-def _entries(folder: Path, file: str) -> Iterator[Entry]:
+def _entries(folder: Path, file: str, waive: Sequence[str]) -> Iterator[Entry]:
     """The tensors of one file, from its header."""
     path = folder / file
     try:
@@ -295,22 +304,35 @@ def _entries(folder: Path, file: str) -> Iterator[Entry]:
         length = path.stat().st_size
         for name, about in header.items():
             if name != "__metadata__":
-                yield _entry(path, name, about, 8 + size, length)
+                yield _entry(path, name, about, 8 + size, length, waive)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SchemaError(f"{path} is not a safetensors file: {error!r}") from error
 
 
-def _entry(path: Path, name: str, about: dict[str, Any], data: int, length: int) -> Entry:
-    dtype = DTYPES.get(about["dtype"])
-    if dtype is None:
-        raise SchemaError(f"{path}: {name} has dtype {about['dtype']}, which is not one of {', '.join(DTYPES)}")
-    spec = TensorSpec(name, dtype, tuple(int(n) for n in about["shape"]))
+def _entry(path: Path, name: str, about: dict[str, Any], data: int, length: int, waive: Sequence[str]) -> Entry:
     first, last = about["data_offsets"]
+    spec = _spec(path, name, about, last - first, waive)
     if last - first != spec.numel * spec.width or first < 0 or data + last > length:
         raise SchemaError(f"{path}: {name} takes {last - first} bytes at {first}, expected {spec.numel * spec.width}")
     if (data + first) % spec.width:
         raise SchemaError(f"{path}: {name} is not aligned to its elements; write the file anew with safetensors")
     return Entry(spec, path.name, data + first)
+
+
+def _spec(path: Path, name: str, about: dict[str, Any], size: int, waive: Sequence[str]) -> TensorSpec:
+    """A tensor as torch has it; one of an unknown dtype is bytes that are left as they lie, if it is waived."""
+    dtype, shape = DTYPES.get(about["dtype"]), tuple(int(n) for n in about["shape"])
+    if dtype is None and waived(name, waive):
+        return TensorSpec(name, "uint8", (size,))
+    if dtype is None:
+        raise SchemaError(
+            f"{path}: {name} has dtype {about['dtype']}, which is not one of {', '.join(DTYPES)}; "
+            f"to leave it as it lies, write waive=[{name!r}]"
+        )
+    packed = PACKED.get(about["dtype"], 1)
+    if packed > 1 and not (shape and shape[-1] % packed == 0):
+        raise SchemaError(f"{path}: {name} is {about['dtype']} {shape}: {packed} values share a byte, in whole bytes")
+    return TensorSpec(name, dtype, (*shape[:-1], shape[-1] // packed) if packed > 1 else shape)
 
 
 def _places(layout: Layout, entries: Sequence[Entry], waive: Sequence[str]) -> list[Place]:
@@ -328,7 +350,7 @@ def _places(layout: Layout, entries: Sequence[Entry], waive: Sequence[str]) -> l
                 )
             places.append(Place(tensor, number, Box(0, 0, (Dim(spec.numel, 1, 1),))))
     for name in by_name:
-        if not any(fnmatchcase(name, pattern) for pattern in waive):
+        if not waived(name, waive):
             raise SchemaError(
                 f"{name} is in the checkpoint and not published: it would keep old bits; publish or waive it"
             )

@@ -1,6 +1,6 @@
 """Tensors as bits: stand-ins of random bits, and whether an exported tensor is what a map says.
 
-N  elements of a tensor      W  bytes per element
+N  words of a tensor: elements, but for complex128, whose elements are two
 """
 
 from __future__ import annotations
@@ -14,30 +14,51 @@ from numpy.typing import NDArray
 from dcr import kernels, reference
 from dcr.boxes import Box
 from dcr.errors import LayoutError
-from dcr.schema import WIDTHS
+from dcr.schema import PAIRS, SHELLS, width_of, words_of
 from dcr.views import UNSIGNED, Bits, Table, rows_of
 
-# Exponent bits of the floating dtypes. All of them set means infinity or NaN, which arithmetic may not keep as it is.
-EXPONENTS = {
-    "bfloat16": 0x7F80,
-    "float16": 0x7C00,
-    "float32": 0x7F800000,
-    "float64": 0x7FF0 << 48,
-    "float8_e4m3fn": 0x78,
-    "float8_e5m2": 0x7C,
+# What is no number, or infinite, by dtype: bits under a mask, and what they are then. Arithmetic may not keep these.
+ENDLESS = {
+    "bfloat16": (0x7F80, 0x7F80),
+    "float16": (0x7C00, 0x7C00),
+    "float32": (0x7F800000, 0x7F800000),
+    "float64": (0x7FF0 << 48, 0x7FF0 << 48),
+    "float8_e4m3fn": (0x7F, 0x7F),
+    "float8_e5m2": (0x7C, 0x7C),
+    "float8_e4m3fnuz": (0xFF, 0x80),
+    "float8_e5m2fnuz": (0xFF, 0x80),
+    "float8_e8m0fnu": (0xFF, 0xFF),
 }
+# The dtype of the two halves of an element.
+HALVES = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+# Dtypes for which torch has no arithmetic or which do not count: no loader or exporter makes other values of them.
+SYMBOLIC = frozenset({"float8_e8m0fnu", "float4_e2m1fn_x2", *SHELLS})
+BLOCK = 1 << 15  # words that are worked on at a time: they stay in cache
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
+    """The name of a tensor's dtype in a schema."""
+    return name_of(tensor.dtype)
+
+
+def name_of(dtype: torch.dtype) -> str:
     """A dtype's name in a schema."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
+
+
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of a width that torch can move: it has no kernels for uint4 and its like."""
+    plain = tensor.detach()
+    plain = torch.view_as_real(plain) if dtype_of(plain) in PAIRS else plain
+    return plain.view(INTEGERS[plain.element_size()])
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
-    """The elements of a dense tensor, row-major, as unsigned integers [N]; shares memory where it can."""
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    """The words of a dense tensor, row-major, as unsigned integers [N]; shares memory where it can."""
+    plain = words(tensor).cpu().contiguous().reshape(-1)
     octets: NDArray[np.uint8] = plain.view(torch.uint8).numpy()
-    bits: Bits = octets.view(UNSIGNED[tensor.element_size()])
+    bits: Bits = octets.view(UNSIGNED[plain.element_size()])
     return bits
 
 
@@ -46,18 +67,35 @@ def tensor_of(bits: Bits, dtype: str, shape: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(bits.view(np.uint8)).view(getattr(torch, dtype)).reshape(tuple(shape))
 
 
+def counted(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Small numbers in a dtype: as values, or as patterns where it cannot count."""
+    if name_of(dtype) in SYMBOLIC:
+        return numbers.to(INTEGERS[dtype.itemsize]).view(dtype)
+    return numbers.to(dtype)
+
+
 def random_bits(numel: int, dtype: str, seed: Sequence[int]) -> Bits:
-    """Random bit patterns [N] of a dtype that are finite: every sign and exponent, zeros and denormals among them."""
-    width = WIDTHS[dtype]
-    octets = np.frombuffer(np.random.default_rng(list(seed)).bytes(numel * width), np.uint8)
+    """Random words of `numel` elements of a dtype, as `tame` leaves them."""
+    width = width_of(dtype)
+    octets = np.frombuffer(np.random.default_rng(list(seed)).bytes(numel * width * words_of(dtype)), np.uint8)
+    bits: Bits = octets.view(UNSIGNED[width]).copy()
+    tame(bits, dtype)
+    return bits
+
+
+def tame(bits: Bits, dtype: str) -> None:
+    """Make any patterns [N] of a dtype valid and finite ones, in place: every sign and exponent stays among them."""
     if dtype == "bool":
-        return octets & np.uint8(1)
-    bits = octets.view(UNSIGNED[width])
-    if dtype not in EXPONENTS:
-        return bits.copy()
-    exponent = bits.dtype.type(EXPONENTS[dtype])
-    lowest = bits.dtype.type(EXPONENTS[dtype] & -EXPONENTS[dtype])
-    return np.where(bits & exponent == exponent, bits ^ lowest, bits)
+        bits &= bits.dtype.type(1)
+    part = HALVES.get(dtype, dtype)
+    if part not in ENDLESS:
+        return
+    bits = bits.view(UNSIGNED[width_of(part)])
+    mask, pattern = (bits.dtype.type(word) for word in ENDLESS[part])
+    lowest = bits.dtype.type(int(mask) & -int(mask))
+    for start in range(0, len(bits), BLOCK):
+        block = bits[start : start + BLOCK]
+        block ^= ((block & mask) == pattern).astype(bits.dtype) * lowest
 
 
 def wrong_bytes(memory: Bits, canonical: Bits, boxes: Sequence[Box], kind: int = reference.NONE) -> int:

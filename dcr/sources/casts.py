@@ -9,7 +9,7 @@ import torch
 
 from dcr import reference
 from dcr.errors import SchemaError
-from dcr.schema import WIDTHS
+from dcr.schema import DTYPES
 
 CASTS = {("float32", "bfloat16"): reference.F32_BF16, ("float32", "float16"): reference.F32_F16}
 
@@ -40,8 +40,8 @@ def named_dtypes(dtype: Dtypes, names: Sequence[str]) -> Named:
 
 def _name(dtype: str | torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
-    if name not in WIDTHS:
-        raise SchemaError(f"expected a dtype that can be published ({', '.join(WIDTHS)}), found {dtype!r}")
+    if name not in DTYPES:
+        raise SchemaError(f"expected a dtype that can be published ({', '.join(DTYPES)}), found {dtype!r}")
     return name
 
 

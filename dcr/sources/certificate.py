@@ -16,7 +16,7 @@ from dcr import reference
 from dcr.boxes import Box
 from dcr.errors import LayoutError, SchemaError
 from dcr.fit import fit
-from dcr.schema import WIDTHS, TensorSpec
+from dcr.schema import DTYPES, TensorSpec
 from dcr.sources.bits import bits_of, dtype_of, wrong_bytes
 from dcr.sources.casts import CASTS
 from dcr.sources.standins import Numbers, StandIns
@@ -128,6 +128,6 @@ def cast_of(local: Tied, spec: TensorSpec) -> int | None:
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    if dtype_of(tensor) not in WIDTHS:
+    if dtype_of(tensor) not in DTYPES:
         raise SchemaError(f"{name} is exported as {tensor.dtype}, which cannot be published")
     return TensorSpec(name, dtype_of(tensor), tuple(tensor.shape))

@@ -18,7 +18,7 @@ from dcr.boxes import Box, Dim
 from dcr.errors import SchemaError, StorageRebound
 from dcr.frames import Shard
 from dcr.overlap import intersect
-from dcr.schema import Schema, TensorSpec
+from dcr.schema import PAIRS, Schema, TensorSpec
 from dcr.seams import Residual
 from dcr.sources.peers import Peers
 from dcr.sources.tensors import Tied, storages_of
@@ -166,6 +166,12 @@ def united(specs: Sequence[TensorSpec], peers: Peers) -> Schema:
     Raises:
         SchemaError: two ranks say different things of one name.
     """
+    for spec in specs:
+        if spec.dtype in PAIRS:
+            raise SchemaError(
+                f"{spec.name}: only a module on one process (dcr.source(model)) publishes {spec.dtype}, whose elements "
+                "are two words; keep it as torch.view_as_real gives it"
+            )
     mine = Schema(tuple(specs))
     if len(set(peers.gather(mine.digest))) == 1:
         return mine

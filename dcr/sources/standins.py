@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dcr.errors import SchemaError
 from dcr.fit import HOLE, Index
-from dcr.sources.bits import random_bits, tensor_of
+from dcr.sources.bits import SYMBOLIC, counted, dtype_of, random_bits, tensor_of, words
 from dcr.sources.tensors import Tied
 from dcr.views import Bits
 
@@ -26,7 +26,14 @@ Export = Callable[[Mapping[str, torch.Tensor]], Iterable[tuple[str, torch.Tensor
 Dress = Callable[[str, torch.Tensor], torch.Tensor]
 
 # How far a dtype counts exactly, where that is less far than bfloat16.
-EXACT = {"bool": 2, "int8": 128, "float8_e4m3fn": 16, "float8_e5m2": 8}
+EXACT = {
+    "bool": 2,
+    "int8": 128,
+    "float8_e4m3fn": 16,
+    "float8_e5m2": 8,
+    "float8_e4m3fnuz": 16,
+    "float8_e5m2fnuz": 8,
+}
 BASE = 256
 
 
@@ -65,7 +72,7 @@ class StandIns:
             digit = torch.from_numpy(numbers // scale % self.base)
             yield self._named(
                 [
-                    digit[start : start + one.tensor.numel()].to(one.tensor.dtype).reshape(one.tensor.shape)
+                    counted(digit[start : start + one.tensor.numel()], one.tensor.dtype).reshape(one.tensor.shape)
                     for one, start in zip(self.tensors, self.starts, strict=False)
                 ]
             )
@@ -133,7 +140,8 @@ class Numbers:
         if tensor.numel() != len(self.index) or tensor.is_complex():
             self.sound = False
             return
-        digit = tensor.cpu().reshape(-1).to(torch.float32).numpy()
+        plain = words(tensor) if dtype_of(tensor) in SYMBOLIC else tensor
+        digit = plain.cpu().reshape(-1).to(torch.float32).numpy()
         with np.errstate(invalid="ignore"):  # what is no number becomes one that differs
             counted = digit.astype(np.int64)
         same = counted == digit

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dcr.boxes import Box, is_injective, whole
 from dcr.errors import LayoutError, SchemaError
-from dcr.schema import WIDTHS
+from dcr.schema import DTYPES, PAIRS, width_of
 from dcr.views import UNSIGNED, Bits
 
 
@@ -45,7 +45,7 @@ class Tied:
     def span(self) -> tuple[int, int]:
         """Addresses of its first and of its last byte."""
         low, high = self.box().here_bounds
-        start, width = self.tensor.untyped_storage().data_ptr(), self.tensor.element_size()
+        start, width = self.tensor.untyped_storage().data_ptr(), width_of(self.dtype)
         return start + low * width, start + (high + 1) * width - 1
 
     def octets(self, memory: NDArray[np.uint8], origin: int) -> NDArray[np.uint8]:
@@ -56,8 +56,11 @@ class Tied:
         )
 
     def box(self) -> Box:
-        """From its storage to canonical coordinates."""
-        return whole(self.tensor.shape, self.tensor.stride(), int(self.tensor.storage_offset()))
+        """From its storage to canonical coordinates, in words."""
+        shape, strides, offset = self.tensor.shape, self.tensor.stride(), int(self.tensor.storage_offset())
+        if self.dtype in PAIRS:
+            return whole((*shape, 2), (*(2 * stride for stride in strides), 1), 2 * offset)
+        return whole(shape, strides, offset)
 
 
 def tensors_of(module: torch.nn.Module) -> list[Tied]:
@@ -101,7 +104,7 @@ def storages_of(tensors: Sequence[Tied]) -> tuple[list[Bits], list[int]]:
             index[pointer] = len(storages)
             owner[pointer] = tied
             storages.append(_flat(tied.tensor))
-        elif WIDTHS[owner[pointer].dtype] != WIDTHS[tied.dtype]:
+        elif width_of(owner[pointer].dtype) != width_of(tied.dtype):
             raise SchemaError(f"{tied.name} and {owner[pointer].name} share memory but not an element width")
         of_tensor.append(index[pointer])
     return storages, of_tensor
@@ -168,13 +171,16 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
             f"({tensor.layout}, {tensor.device}); it needs a source or loader of its kind (see `dcr plugins`)"
         )
     if tensor.is_neg() or tensor.is_conj():
-        raise SchemaError(f"{name} is a lazily negated view, its memory holds other bits; call resolve_neg() first")
-    if dtype not in WIDTHS:
-        raise SchemaError(f"{name}: dtype {dtype} is not one of {', '.join(WIDTHS)}")
+        raise SchemaError(
+            f"{name}: a lazily conjugated or negated view, its memory holds other bits; "
+            "call resolve_conj() and resolve_neg() first"
+        )
+    if dtype not in DTYPES:
+        raise SchemaError(f"{name}: dtype {dtype} is not one of {', '.join(DTYPES)}")
 
 
 def _flat(tensor: torch.Tensor) -> Bits:
-    width = tensor.element_size()
+    width = min(tensor.element_size(), 8)
     octets = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     flat: Bits = octets.numpy()[: octets.numel() // width * width].view(UNSIGNED[width])
     return flat

@@ -18,11 +18,12 @@ from dcr.errors import DigestMismatch
 from dcr.frames import Frame, Layout, Shard
 from dcr.loaders.engine import Engine, Memory, Pairs, memories_of, slots_of
 from dcr.loaders.native import NativeLoader
-from dcr.loaders.probe import bits_of, dtype_of, random_tensor, torch_of
+from dcr.loaders.probe import dtype_of, random_tensor, torch_of
 from dcr.loaders.record import Kind
 from dcr.patch import Change, Operation
 from dcr.ready import Ready
 from dcr.schema import Schema
+from dcr.sources.bits import bits_of
 from dcr.views import Bits, Lanes
 
 OPERATIONS = pytest.mark.parametrize("operation", list(Operation), ids=lambda operation: operation.name.lower())
