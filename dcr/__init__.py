@@ -16,7 +16,7 @@ from dcr.errors import DcrError
 from dcr.observe import Event, Summary
 from dcr.patch import Operation, Patch
 from dcr.pipeline import DROP, FunctionStage, Inbox, Outbox, Pipeline, stage
-from dcr.publish import Publisher, Refit, Report
+from dcr.publish import Answer, Publisher, Refit, Report
 from dcr.subscribe import Subscriber, Version
 from dcr.wire import MemberRef
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DROP",
+    "Answer",
     "ByteBudget",
     "DcrError",
     "Event",

@@ -15,9 +15,9 @@ from typing import Any
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from dcr.publish import Answer, Report
 from dcr.publish import Publisher as AsyncPublisher
 from dcr.publish import Refit as AsyncRefit
-from dcr.publish import Report
 from dcr.subscribe import Subscriber as AsyncSubscriber
 from dcr.subscribe import Version as AsyncVersion
 
@@ -38,7 +38,7 @@ class Refit:
         """See `dcr.Refit.committed`."""
         return self._portal.call(self._refit.committed)
 
-    def installed(self) -> Mapping[str, str]:
+    def installed(self) -> Mapping[str, Answer]:
         """See `dcr.Refit.installed`."""
         return self._portal.call(self._refit.installed)
 

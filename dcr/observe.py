@@ -18,6 +18,7 @@ class Event:
     name: what, as a verb in the past ("opened", "sealed", "prepared", "committed", "refused", "sent_again", ...).
     "worked" is said by a stage of each item: it waited wait_s for it, worked on it for work_s, and was blocked for
     blocked_s by the next stage or by the budget, all in seconds. nbytes: of the item, or of what the name says.
+    pause_s: of "installed": the seconds within the installation during which weights were written.
     at_s: time.monotonic() when it happened, or when the work ended. Fields that do not apply are None.
     """
 
@@ -31,6 +32,7 @@ class Event:
     wait_s: float | None = None
     work_s: float | None = None
     blocked_s: float | None = None
+    pause_s: float | None = None
     at_s: float = field(default_factory=time.monotonic)
 
 

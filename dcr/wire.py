@@ -133,12 +133,16 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
 
 
 class Ack(msgspec.Struct, frozen=True, tag="ack"):
-    """A member has prepared (its vote) or installed an attempt; root is the digest it will have, or has."""
+    """A member has prepared (its vote) or installed an attempt; root is the digest it will have, or has.
+
+    pause_s: of "installed": the seconds during which weights were written, on the member's monotonic clock.
+    """
 
     kind: Literal["prepared", "installed"]
     member: MemberRef
     identity: Identity
     root: bytes
+    pause_s: float | None = None
 
 
 class Nack(msgspec.Struct, frozen=True, tag="nack"):

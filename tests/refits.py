@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -124,6 +124,11 @@ async def running(folder: Path, rollouts: Sequence[Rollout], **options: object) 
             group.start_soon(lambda rollout=rollout: rollout.run(url, **options))
         yield url
         group.cancel_scope.cancel()
+
+
+def said(answers: Mapping[str, dcr.Answer]) -> dict[str, str]:
+    """What each member said of an installation."""
+    return {member: answer.said for member, answer in answers.items()}
 
 
 async def publish(publisher: dcr.Publisher, version: int | None = None) -> dcr.Report:

@@ -21,8 +21,10 @@ import torch
 from refits import FAST, Rollout, Weights, publish, require_equal, running, set_bits, state
 
 import dcr
+from dcr.testing import MemoryTransport
 
 ELEMS = 64
+URL = "memory:///run"
 
 
 class Suspensions:
@@ -214,6 +216,79 @@ async def test_a_subscriber_that_is_cancelled_at_any_await(
         return reached
 
     assert await every_await(at) > 30
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cancelling", [native, scoped])
+async def test_a_wait_for_a_version_that_is_cancelled_at_any_await_loses_none(
+    suspensions: Suspensions, cancelling: Any
+) -> None:
+    async def at(n: int) -> bool:
+        trainer, receiver, transport = trainer_of(), trainer_of(4), MemoryTransport()
+        subscriber = dcr.subscriber(URL, loader=dcr.loader("module", receiver), member="m", transport=transport)
+        async with (
+            dcr.publisher(URL, source=dcr.source(trainer), transport=transport) as publisher,
+            subscriber as versions,
+        ):
+            await publisher.joined(1)
+            taken: list[dcr.Version] = []
+
+            async def user() -> None:
+                taken.append(await anext(versions))
+
+            ended, cancel = cancelling(user)
+            suspensions.arm(n, cancel)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(publish, publisher, 1)
+                await ended
+                reached = suspensions.count >= n
+                with anyio.fail_after(10):
+                    version = taken[0] if taken else await anext(versions)
+                suspensions.arm(-1, cancel)
+            await version.install()
+            require_equal(receiver, state(trainer))
+        return reached
+
+    assert await every_await(at) > 20
+
+
+def poll_at_1_ms(versions: int) -> None:
+    """A user of asyncio alone that looks for news every millisecond, and installs what there is."""
+
+    async def main() -> None:
+        trainer, receiver, transport = trainer_of(), trainer_of(4), MemoryTransport()
+        subscriber = dcr.subscriber(URL, loader=dcr.loader("module", receiver), member="m", transport=transport)
+        async with (
+            dcr.publisher(URL, source=dcr.source(trainer), transport=transport) as publisher,
+            subscriber as offered,
+        ):
+            await publisher.joined(1)
+            for number in range(1, versions + 1):
+                second(trainer)
+                refit = await publisher.publish(number)
+                version = None
+                while version is None:
+                    try:
+                        version = await asyncio.wait_for(anext(offered), 0.001)
+                    except TimeoutError:
+                        version = offered.offered
+                await version.install()
+                await refit.committed()
+                assert offered.version == number
+
+    asyncio.run(main())
+
+
+@pytest.mark.timeout(60)
+def test_a_user_that_polls_for_versions_gets_every_one() -> None:
+    poll_at_1_ms(200)
+
+
+@pytest.mark.timeout(60)
+def test_a_user_that_polls_for_versions_gets_every_one_on_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    monkeypatch.setattr(asyncio, "run", lambda main: asyncio.Runner(loop_factory=uvloop.new_event_loop).run(main))
+    poll_at_1_ms(200)
 
 
 async def test_a_wait_that_times_out_does_not_disturb_the_version_it_waited_for(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from refits import FAST, Rollout, Weights, empty_like, publish, require_equal, running, set_bits, state
+from refits import FAST, Rollout, Weights, empty_like, publish, require_equal, running, said, set_bits, state
 
 import dcr
 from dcr.errors import (
@@ -407,7 +407,7 @@ async def test_an_installation_that_fails_half_way_is_undone_and_may_be_tried_ag
             assert versions.version == 1
             await version.install()
             require_equal(receiver, state(trainer))
-            assert await refit.installed() == {"m": "installed"}
+            assert said(await refit.installed()) == {"m": "installed"}
             with pytest.raises(StateError, match="installed already"):
                 await version.install()
 
@@ -426,7 +426,7 @@ async def test_a_member_that_can_not_undo_is_poisoned_by_name_and_seeded_anew(tm
             with pytest.raises(Poisoned):
                 await version.install()
             assert not versions.may_serve
-            assert "poisoned" in (await refit.installed())["m"]
+            assert "poisoned" in (await refit.installed())["m"].said
             seed = await anext(versions)
             assert (seed.kind, seed.number) == ("seed", 2)
             await seed.install()
@@ -667,7 +667,7 @@ async def test_installations_are_heard_beside_an_anchor_and_a_later_version(tmp_
             await refits[-1].committed()
         with anyio.fail_after(10):
             for refit in refits:
-                assert (await refit.installed())["rollout"] in ("installed", "behind")
+                assert (await refit.installed())["rollout"].said in ("installed", "behind")
     with pytest.raises(StateError, match="not open"):
         await publisher.publish(4)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from refits import said
 from safetensors.torch import save_file
 
 import dcr
@@ -111,7 +112,7 @@ def test_every_other_name_is_borne_by_a_directory(member: str, tmp_path: Path) -
         publisher.joined(1)
         refit = publisher.publish(version=1)
         next(versions).install()
-        assert refit.installed() == {member: "installed"}
+        assert said(refit.installed()) == {member: "installed"}
     assert [path.parent for path in tmp_path.rglob("*.chunk")] == [tmp_path / "run/attempts/000000000001.000001.0001"]
 
 

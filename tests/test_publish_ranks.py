@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
-from refits import Rollout, require_equal
+from refits import Rollout, require_equal, said
 from rows import Model, Rows, Trainer, trainer
 
 import dcr
@@ -477,7 +477,7 @@ async def test_members_are_known_to_the_first_rank_and_refits_tell_of_them_there
         for source in ranks.sources:
             source.take()
         first, second = [await publisher.publish(1) for publisher in ranks.publishers]
-        assert await first.installed() == {"rollout": "installed"}
+        assert said(await first.installed()) == {"rollout": "installed"}
         with pytest.raises(StateError, match="first rank"):
             await second.installed()
         assert ranks.publishers[0].members == ["rollout"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refits import FAST, publish
+from refits import FAST, publish, said
 from tensor_parallel import SCHEMA, SPECS, ToyRank, fill, in_threads, parts, split, touched, toys, trainer_of, values
 
 import dcr
@@ -234,7 +234,7 @@ async def test_an_install_that_fails_on_one_rank_is_undone_on_all(
             assert versions.version == 1
             await version.install()
             assert parts(ranks) == parts(toys(2, weights))
-            assert await refit.installed() == {"m": "installed"}
+            assert said(await refit.installed()) == {"m": "installed"}
 
 
 async def test_a_member_is_poisoned_when_one_rank_can_not_undo(tmp_path: Path, join: Join) -> None:
@@ -253,7 +253,7 @@ async def test_a_member_is_poisoned_when_one_rank_can_not_undo(tmp_path: Path, j
             with pytest.raises(Poisoned):
                 await version.install()
             assert not versions.may_serve
-            assert "poisoned" in (await refit.installed())["m"]
+            assert "poisoned" in (await refit.installed())["m"].said
             seed = await anext(versions)
             assert seed.kind == "seed"
             await seed.install()

@@ -12,7 +12,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from refits import FAST, Rollout, Weights, empty_like, publish, random_bits, require_equal, running, set_bits, state
+from refits import (
+    FAST,
+    Rollout,
+    Weights,
+    empty_like,
+    publish,
+    random_bits,
+    require_equal,
+    running,
+    said,
+    set_bits,
+    state,
+)
 
 import dcr
 from dcr import reference
@@ -215,9 +227,30 @@ async def test_several_receivers_follow_one_publisher(tmp_path: Path) -> None:
             refit = await publisher.publish(version)
             report = await refit.committed()
             assert report.members == {f"rollout-{index}": "prepared" for index in range(3)}
-            assert await refit.installed() == {f"rollout-{index}": "installed" for index in range(3)}
+            assert said(await refit.installed()) == {f"rollout-{index}": "installed" for index in range(3)}
             for rollout in rollouts:
                 require_equal(rollout.module, state(trainer))
+
+
+async def test_each_member_says_for_how_long_weights_were_written(tmp_path: Path) -> None:
+    """A seed pauses for the span of its writes, a delta for its one scatter: both lie within what installing took."""
+    rng = np.random.default_rng(4)
+    trainer = Weights({"w": torch.zeros(2000, dtype=torch.bfloat16)})
+    rollout = Rollout(empty_like(trainer))
+    async with (
+        running(tmp_path, [rollout]) as url,
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
+    ):
+        await publish(publisher, 1)
+        await rollout.reached(1)
+        change(trainer, rng, 0.05)
+        refit = await publisher.publish(2)
+        answer = (await refit.installed())["rollout"]
+    installed = [event for event in rollout.events if event.name == "installed"]
+    assert [event.version for event in installed] == [1, 2]
+    assert all(0 < event.pause_s <= float(event.detail.split()[0]) + 1e-6 for event in installed)
+    assert answer.pause_s == installed[1].pause_s
+    assert str(answer) == f"installed, paused for {answer.pause_s:.6f} s"
 
 
 async def test_training_may_go_on_as_soon_as_the_weights_are_captured(tmp_path: Path) -> None:
@@ -285,7 +318,7 @@ def test_the_blocking_face_refits_without_an_event_loop(tmp_path: Path) -> None:
             refit = publisher.publish(number)
             publisher.captured()
             refit.committed()
-        assert refit.installed() == {"m": "installed"}
+        assert said(refit.installed()) == {"m": "installed"}
     thread.join(10)
     assert seen == [1, 2, 3]
     require_equal(receiver, state(trainer))

@@ -56,7 +56,9 @@ HEADERS = {
     ),
     Abort: st.builds(Abort, IDENTITIES, TEXT),
     Commit: st.builds(Commit, IDENTITIES),
-    Ack: st.builds(Ack, st.sampled_from(["prepared", "installed"]), MEMBERS, IDENTITIES, BYTES),
+    Ack: st.builds(
+        Ack, st.sampled_from(["prepared", "installed"]), MEMBERS, IDENTITIES, BYTES, st.none() | st.floats(0, 1e6)
+    ),
     Nack: st.builds(Nack, MEMBERS, IDENTITIES, st.none() | IDENTITIES, TEXT, FRAMES),
 }
 MESSAGES = st.builds(Message, st.one_of(*HEADERS.values()), BYTES)

@@ -68,7 +68,7 @@ async def test_a_member_whose_worker_is_killed_while_it_installs_never_serves(
                 with pytest.raises(Poisoned):
                     await version.install()
                 assert not versions.may_serve
-                assert "poisoned" in (await refit.installed())["m"]
+                assert "poisoned" in (await refit.installed())["m"].said
                 seed = await anext(versions)
                 with pytest.raises(RankError, match="rank 1 is gone"):
                     await seed.install()

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from dcr.publish.publisher import Publisher
-from dcr.publish.refit import Refit, Report, ResidualTensors
+from dcr.publish.refit import Answer, Refit, Report, ResidualTensors
 
-__all__ = ["Publisher", "Refit", "Report", "ResidualTensors"]
+__all__ = ["Answer", "Publisher", "Refit", "Report", "ResidualTensors"]

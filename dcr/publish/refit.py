@@ -80,6 +80,21 @@ class Report:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a member said of the installation of a version.
+
+    said: "installed"; or why not, such as "left" or "behind". pause_s: the seconds within its installation during which
+    weights were written; None if it did not install it, or did not say.
+    """
+
+    said: str
+    pause_s: float | None = None
+
+    def __str__(self) -> str:
+        return self.said if self.pause_s is None else f"{self.said}, paused for {self.pause_s:.6f} s"
+
+
 class Refit:
     """A version on its way. Every wait raises the error that ended it, if one did."""
 
@@ -92,7 +107,7 @@ class Refit:
         self._report: Report | None = None
         self._error: Exception | None = None
         self._abandoned: Exception | None = None
-        self._late: dict[MemberRef, str] = {}
+        self._late: dict[MemberRef, Answer] = {}
         self._awaited: set[MemberRef] = set()
 
     async def captured(self) -> None:
@@ -108,8 +123,8 @@ class Refit:
         assert self._report is not None
         return self._report
 
-    async def installed(self) -> Mapping[str, str]:
-        """Wait until every member that prepared it has answered for its installation; what each one said.
+    async def installed(self) -> Mapping[str, Answer]:
+        """Wait until every member that prepared it has answered for its installation; what each one said, by name.
 
         "installed"; or why not, such as "left" or "behind" (it did not hold the base, was not asked, and catches up):
         such a member does not serve this version.
@@ -118,7 +133,8 @@ class Refit:
         await self._installed.wait()
         if self._abandoned is not None:
             raise self._abandoned
-        return {**report.members, **{ref.member: said for ref, said in self._late.items()}}
+        voted = {member: Answer(said) for member, said in report.members.items()}
+        return voted | {ref.member: answer for ref, answer in self._late.items()}
 
     @property
     def ended(self) -> bool:
@@ -145,10 +161,10 @@ class Refit:
         for event in (self._captured, self._ended, self._installed):
             event.set()
 
-    def answer(self, member: MemberRef, said: str) -> None:
+    def answer(self, member: MemberRef, answer: Answer) -> None:
         """For the publisher: a member installed it, failed to, or left; it may be faster than `finish`."""
-        if said != "left" or member not in self._late:  # who has answered may leave
-            self._late[member] = said
+        if answer.said != "left" or member not in self._late:  # who has answered may leave
+            self._late[member] = answer
         self._awaited.discard(member)
         if self._ended.is_set() and not self._awaited:
             self._installed.set()

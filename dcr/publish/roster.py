@@ -10,7 +10,7 @@ import anyio
 from dcr.commit import Votes
 from dcr.errors import PayloadError
 from dcr.observe import Event, Observer
-from dcr.publish.refit import Refit
+from dcr.publish.refit import Answer, Refit
 from dcr.wire import Ack, Identity, Join, Leave, MemberRef, Message, Nack
 
 
@@ -127,15 +127,15 @@ class Roster:
         if self._votes is not None:
             self._votes.leave(member)
         for refit in self._refits.values():
-            refit.answer(member, "left")
+            refit.answer(member, Answer("left"))
         self._emit("left", None, member)
 
     def _ack(self, ack: Ack) -> None:
         version = ack.identity.version
         if ack.kind == "installed":
             self.holds[ack.member] = ack.identity
-            self._answer(version, ack.member, "installed")
-            self._emit("installed", version, ack.member)
+            self._answer(version, ack.member, Answer("installed", ack.pause_s))
+            self._emit("installed", version, ack.member, pause_s=ack.pause_s)
             return
         if ack.member in self._silent and self._asked is not None and ack.identity == self._asked[0]:
             self._silent.remove(ack.member)
@@ -160,12 +160,12 @@ class Roster:
             self.holds[nack.member] = nack.holds
         if self._votes is not None:
             self._votes.refuse(nack)
-        self._answer(version, nack.member, nack.reason)
+        self._answer(version, nack.member, Answer(nack.reason))
         self._emit("refused", version, nack.member, detail=nack.reason)
 
-    def _answer(self, version: int, member: MemberRef, said: str) -> None:
+    def _answer(self, version: int, member: MemberRef, answer: Answer) -> None:
         if version in self._refits:
-            self._refits[version].answer(member, said)
+            self._refits[version].answer(member, answer)
 
     def _tell(self) -> None:
         news, self._news = self._news, anyio.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -169,14 +170,17 @@ def _require_base(seal: Seal, layout: Layout, *, held: Lanes, base: Lanes, old: 
         raise BaseMismatch(str(error)) from None
 
 
-def install(loader: Loader[Any], readies: Sequence[Undoable]) -> None:
+def install(loader: Loader[Any], readies: Sequence[Undoable]) -> float:
     """Write everything that is ready and read it back; what fails half-way is undone. Runs in one worker thread.
+
+    Returns the seconds from the first write until the last module was up to date.
 
     Raises:
         Exception: what went wrong; live memory is as before.
         Poisoned: it went wrong and could not be undone.
     """
     begun: list[Undoable] = []
+    began_s = time.monotonic()
     try:
         if isinstance(loader, Batching):
             begun += readies
@@ -189,6 +193,7 @@ def install(loader: Loader[Any], readies: Sequence[Undoable]) -> None:
     except BaseException as error:
         _undo(loader, begun, error)
         raise
+    return time.monotonic() - began_s
 
 
 def _undo(loader: Loader[Any], begun: Sequence[Undoable], cause: BaseException) -> None:

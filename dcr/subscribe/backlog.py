@@ -101,13 +101,15 @@ class Backlog:
             member.holds = None
             member.move("lost_trust")
         member.move("seed")
+        paused_s = time.monotonic()
         try:
             for link in links:
                 async with aclosing(store.read(link.open.identity)) as messages:
                     await member.rank.overwrite(link.opened, messages)
+            pause_s = time.monotonic() - paused_s
             await member.rank.require_root(identity, links[-1].seal.root)
         except (DcrError, OSError) as error:
             await member.poison(identity, error)
             return error
-        await member.installed(identity, links[-1].seal.root, began_s)
+        await member.installed(identity, links[-1].seal.root, began_s, pause_s)
         return None

@@ -102,13 +102,13 @@ class Membership:
         if self.holds is not None:
             await self.rank.show(self.holds.version)
 
-    async def installed(self, identity: Identity, root: bytes, began_s: float) -> None:
+    async def installed(self, identity: Identity, root: bytes, began_s: float, pause_s: float) -> None:
         """A version has been written and read back: show it, and say so."""
         self.holds = identity
         self.move("installed")
         await self.show()
-        self.emit("installed", identity.version, detail=f"{time.monotonic() - began_s:.6f} s")
-        await self.say(Ack("installed", self.ref, identity, root))
+        self.emit("installed", identity.version, detail=f"{time.monotonic() - began_s:.6f} s", pause_s=pause_s)
+        await self.say(Ack("installed", self.ref, identity, root, pause_s))
         await self.say(self.join)
 
     async def poison(self, identity: Identity, error: Exception) -> None:

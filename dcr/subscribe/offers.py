@@ -6,7 +6,8 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from anyio.streams.memory import MemoryObjectSendStream
+import anyio
+import anyio.lowlevel
 
 from dcr.commit import Member
 from dcr.errors import BaseMismatch, IncompleteError, Poisoned, StateError, StorageRebound
@@ -16,11 +17,32 @@ from dcr.subscribe.version import Version
 
 
 class Offers:
-    """Offers versions; they are written by the task that offers, when their user says so."""
+    """Offers versions; they are written by the task that offers, when their user says so.
 
-    def __init__(self, member: Membership, send: MemoryObjectSendStream[Version]) -> None:
+    A version lies here until its user takes it: a wait that is cancelled, by whatever means, takes nothing along.
+    """
+
+    def __init__(self, member: Membership) -> None:
         self._member = member
-        self._send = send
+        self._waiting: Version | None = None
+        self._news = anyio.Event()
+        self._ended = False
+
+    async def take(self) -> Version | None:
+        """Wait for the next version; None if there will be none."""
+        await anyio.lowlevel.checkpoint()
+        while self._waiting is None and not self._ended:
+            await self._news.wait()
+        # from here to the caller's own `return` nothing is awaited, so no cancellation can come between
+        version, self._waiting = self._waiting, None
+        if not self._ended:
+            self._news = anyio.Event()
+        return version
+
+    def end(self) -> None:
+        """Nothing will be offered any more."""
+        self._waiting, self._ended = None, True
+        self._news.set()
 
     async def offer(self, version: Version, install: Callable[[], Awaitable[Exception | None]]) -> None:
         """Offer a version until it is installed, or its installation has poisoned this member.
@@ -28,8 +50,9 @@ class Offers:
         Raises:
             StorageRebound: a weight was replaced.
         """
+        self._waiting = version
+        self._news.set()
         try:
-            await self._send.send(version)
             while not version.installed:
                 await version.wanted()
                 error = await install()
@@ -39,6 +62,7 @@ class Offers:
                 if self._member.state is Member.POISONED or isinstance(error, (IncompleteError, BaseMismatch)):
                     break  # it is offered again, or a newer one instead
         finally:
+            self._waiting = None
             version.close()
 
     async def offer_prepared(self, prepared: Prepared) -> None:
@@ -58,7 +82,7 @@ class Offers:
             return error
         member.move("install")
         try:
-            await member.rank.install(prepared)
+            pause_s = await member.rank.install(prepared)
         except Poisoned as error:
             await member.poison(prepared.identity, error)
             return error
@@ -67,5 +91,5 @@ class Offers:
             await member.show()
             member.emit("undone", prepared.identity.version, detail=f"{type(error).__name__}: {error}")
             return error
-        await member.installed(prepared.identity, prepared.root, began_s)
+        await member.installed(prepared.identity, prepared.root, began_s, pause_s)
         return None

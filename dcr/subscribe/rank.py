@@ -209,10 +209,11 @@ class Rank:
         held = (self._lanes == target).all()
         return seal.root, Prepared(seal.identity, seal.root, target, []) if held else None
 
-    async def install(self, prepared: Prepared) -> None:
-        """Write what is prepared; raises as `dcr.stages.apply.install`."""
-        await self._run(apply.install, self._loader, prepared.readies)
+    async def install(self, prepared: Prepared) -> float:
+        """Write what is prepared; the seconds that this took. Raises as `dcr.stages.apply.install`."""
+        pause_s: float = await self._run(apply.install, self._loader, prepared.readies)
         self._lanes = prepared.target
+        return pause_s
 
     async def overwrite(self, opened: Message, messages: AsyncIterator[Message]) -> None:
         """Write a stored attempt straight into live memory, which is right only if a rescan says so afterwards."""

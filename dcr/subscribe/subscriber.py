@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import quote
 
 import anyio
-from anyio.streams.memory import MemoryObjectSendStream
 
 from dcr import plugins
 from dcr.budget import ByteBudget, MiB
@@ -77,7 +76,8 @@ class Subscriber:
             observe=self._of_member,
         )
         self._member: Membership | None = None
-        self._offered: Version | None = None
+        self._offers: Offers | None = None
+        self._taken: Version | None = None
         self._error: Exception | None = None
         self._begun = anyio.Event()
 
@@ -96,24 +96,33 @@ class Subscriber:
             return False
         return self._member.state in MAY_SERVE
 
+    @property
+    def offered(self) -> Version | None:
+        """The version that was offered last, until it is installed; for whoever gave up the wait that it answered."""
+        return None if self._taken is None or self._taken.over else self._taken
+
     def __aiter__(self) -> Subscriber:
         return self
 
     async def __anext__(self) -> Version:
-        """The next version to install.
+        """Wait for the next version to install. A wait that is given up loses nothing: the next one goes on.
 
         Raises:
-            StateError: the version before was not installed: the next one stands on it.
+            StateError: the version before was not installed: the next one stands on it. Or this subscriber is not open.
         """
-        if self._offered is not None and not self._offered.over:
-            raise StateError(f"version {self._offered.number} was offered and not installed; install it first")
-        try:
-            self._offered = await self._offers.receive()
-        except anyio.EndOfStream:
+        if self._offers is None:
+            raise StateError("this subscriber is not open; write `async with dcr.subscriber(...) as versions:`")
+        if self.offered is not None:
+            raise StateError(
+                f"version {self.offered.number} was offered and not installed; install it first: it is `offered`"
+            )
+        version = await self._offers.take()
+        if version is None:
             if self._error is not None:
                 raise self._error from None
-            raise StopAsyncIteration from None
-        return self._offered
+            raise StopAsyncIteration
+        self._taken = version
+        return version
 
     # ------------------------------------------------------------------ life
 
@@ -123,9 +132,7 @@ class Subscriber:
             run = await contexts.enter(self._transport.open(self._url))
             link = await contexts.enter(run.member(self._ref))
             self._member = Membership(self._ref, run, link, self._rank, self._observe)
-            offers, self._offers = anyio.create_memory_object_stream[Version](1)
-            contexts.call(offers.close)
-            contexts.call(self._offers.close)
+            self._offers = offers = Offers(self._member)
             group = await contexts.enter(anyio.create_task_group())
             contexts.call(group.cancel_scope.cancel)
             group.start_soon(self._live, self._member, offers)
@@ -142,7 +149,7 @@ class Subscriber:
     ) -> None:
         await self._contexts.close(error)
 
-    async def _live(self, member: Membership, offers: MemoryObjectSendStream[Version]) -> None:
+    async def _live(self, member: Membership, offers: Offers) -> None:
         """All of this member's work, in one task: so that leaving comes last, however its user is cancelled."""
         try:
             await self._work(member, offers)
@@ -151,22 +158,22 @@ class Subscriber:
             with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
                 await member.say(Leave(self._ref))
 
-    async def _work(self, member: Membership, send: MemoryObjectSendStream[Version]) -> None:
-        offers = Offers(member, send)
+    async def _work(self, member: Membership, offers: Offers) -> None:
         backlog, attempts = Backlog(member, offers), Attempts(member, offers)
-        with send:
-            try:
-                await backlog.recognise()
-                await member.send(member.join)
-                self._begun.set()
-                while True:
-                    await backlog.catch_up()
-                    message = await member.next()
-                    if message is not None and isinstance(message.header, Open):
-                        await attempts.take(message, message.header)
-            except Exception as error:
-                self._error = error
-                member.emit("failed", detail=f"{type(error).__name__}: {error}")
+        try:
+            await backlog.recognise()
+            await member.send(member.join)
+            self._begun.set()
+            while True:
+                await backlog.catch_up()
+                message = await member.next()
+                if message is not None and isinstance(message.header, Open):
+                    await attempts.take(message, message.header)
+        except Exception as error:
+            self._error = error
+            member.emit("failed", detail=f"{type(error).__name__}: {error}")
+        finally:
+            offers.end()
 
     def _of_member(self, event: Event) -> None:
         self._observe(replace(event, member=self._ref.member))
