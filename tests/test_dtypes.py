@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from refits import FAST, Weights
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -21,6 +22,7 @@ from dcr import frames
 from dcr.errors import SchemaError
 from dcr.frames import Layout
 from dcr.loaders.module import ModuleLoader
+from dcr.loaders.record import Kind
 from dcr.loaders.safetensors import SINGLE, SafetensorsLoader, entries_of
 from dcr.patch import Change, Operation
 from dcr.schema import DTYPES, Schema, TensorSpec, width_of, words_of
@@ -197,3 +199,43 @@ def test_an_exporter_may_move_tensors_that_cannot_count() -> None:
     source = dcr.source(weights, kind="probe", export=export)
     assert not source.residual
     assert sorted(spec.name for spec in source.schema.tensors) == ["packed.a", "packed.b", "scale.a", "scale.b"]
+
+
+class Various(transformers.PreTrainedModel):
+    """A model of transformers with a tensor of every dtype beside a layer."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self, config: transformers.PretrainedConfig, seed: int) -> None:
+        super().__init__(config)
+        rng = np.random.default_rng(seed)
+        self.layer = torch.nn.Linear(4, 4)
+        for dtype in DTYPES:
+            made = tensor(dtype, rng)
+            if made.is_floating_point():
+                self.register_parameter(f"of_{dtype}", torch.nn.Parameter(made, requires_grad=False))
+            else:
+                self.register_buffer(f"of_{dtype}", made)
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Nothing: everything has its bits."""
+
+
+@pytest.fixture
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_model_of_transformers_of_every_dtype_is_refitted_bit_for_bit(tmp_path: Path, codec: str) -> None:
+    trainer, engine = (Various(transformers.PretrainedConfig(), seed) for seed in (1, 2))
+    pointers = {name: value.data_ptr() for name, value in engine.state_dict().items()}
+    loader = dcr.loader("transformers", engine)
+    held = lambda: {n: bytes_of(v) for n, v in engine.state_dict().items()}  # noqa: E731
+    refit(trainer, loader, held, f"local://{tmp_path}", codec)
+    assert pointers == {name: value.data_ptr() for name, value in engine.state_dict().items()}
+    kinds = {verdict.kind for verdict in loader.record.verdicts}
+    assert kinds == {Kind.BITS}, [(s, v) for s, v in zip(engine.state_dict(), loader.record.verdicts, strict=False)]

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from dcr.loaders.engine import Memory, Octets, Slot, memories_of
+from dcr.sources.bits import words
 
 SMALL_BYTES = 1 << 20
 PAGE = mmap.PAGESIZE
@@ -116,7 +117,7 @@ class StandIns:
             fits = isinstance(now, torch.Tensor) and now.shape == stand_in.shape and now.dtype == stand_in.dtype
             found.append(Rebound(slot, fits))
             if fits:
-                stand_in.copy_(now.detach())
+                words(stand_in).copy_(words(now))
         for rebound in found:
             rebound.slot.put(rebound.slot.tensor)
         for tensor, _, stand_in in self._data if found else ():

@@ -48,8 +48,11 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of a width that torch can move: it has no kernels for uint4 and its like."""
-    plain = tensor.detach()
+    """The same memory as integers of a width that torch can move: it has no kernels for uint4 and its like.
+
+    A lazily conjugated or negated view has no memory with its bits: its are a copy.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg()
     plain = torch.view_as_real(plain) if dtype_of(plain) in PAIRS else plain
     return plain.view(INTEGERS[plain.element_size()])
 
