@@ -87,6 +87,19 @@ def test_a_pause_costs_no_call_per_tensor(make: Callable[[int], ModuleLoader | N
     assert pause_of(make, 20) == pause_of(make, 40)
 
 
+@pytest.mark.parametrize("make", [module, native, rank])
+def test_a_look_at_where_weights_lie_asks_each_for_its_place_once(
+    make: Callable[[int], ModuleLoader | NativeLoader | NativeRank],
+) -> None:
+    calls = []
+    for count in (20, 40):
+        loader = make(count)
+        loader.bind(layout_of(count))
+        loader.epoch()
+        calls.append(calls_of(loader.epoch))
+    assert calls[1] - calls[0] <= 3 * 20
+
+
 @pytest.mark.parametrize("partial", [False, True])
 def test_binding_looks_at_each_tensor_of_a_frame_a_few_times(partial: bool) -> None:
     count = 200
