@@ -14,7 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from dcr.loaders.safetensors import INDEX, SINGLE, SafetensorsLoader
+from dcr.loaders.checkpoint import INDEX, SINGLE
+from dcr.loaders.safetensors import SafetensorsLoader
 from dcr.patch import Change, Operation
 from dcr.ready import Ready
 from dcr.schema import WIDTHS

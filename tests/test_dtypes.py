@@ -21,9 +21,10 @@ import dcr.blocking
 from dcr import frames
 from dcr.errors import SchemaError
 from dcr.frames import Layout
+from dcr.loaders.checkpoint import SINGLE, entries_of
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.record import Kind
-from dcr.loaders.safetensors import SINGLE, SafetensorsLoader, entries_of
+from dcr.loaders.safetensors import SafetensorsLoader
 from dcr.patch import Change, Operation
 from dcr.schema import DTYPES, Schema, TensorSpec, width_of, words_of
 from dcr.sources.bits import dtype_of
@@ -109,10 +110,7 @@ def test_a_module_of_every_dtype_is_refitted_bit_for_bit(tmp_path: Path, codec: 
 def raw_bytes(folder: Path) -> dict[str, bytes]:
     """The bytes of each tensor of a file, by its header."""
     whole = (folder / SINGLE).read_bytes()
-    return {
-        entry.spec.name: whole[entry.start : entry.start + entry.spec.numel * entry.spec.width]
-        for entry in entries_of(folder, ["*"])
-    }
+    return {entry.spec.name: whole[entry.start : entry.start + entry.nbytes] for entry in entries_of(folder)}
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 import dcr
 from dcr import cli
 from dcr.errors import SchemaError
-from dcr.loaders.safetensors import INDEX, SINGLE, SafetensorsLoader, entries_of
+from dcr.loaders.checkpoint import INDEX, SINGLE, entries_of
+from dcr.loaders.safetensors import SafetensorsLoader
 from dcr.ready import Ready
 from dcr.seams import Loader
 from dcr.testing import LoaderTests

@@ -11,13 +11,15 @@ import numpy as np
 from dcr import digest, frames, plugins
 from dcr.chain import Stored
 from dcr.cli.inspect import NoRun
-from dcr.errors import DigestMismatch, LocalError, RemoteError
+from dcr.errors import DigestMismatch, LocalError, RemoteError, SchemaError, StateError
 from dcr.frames import Layout
-from dcr.loaders.safetensors import SafetensorsLoader
+from dcr.loaders.checkpoint import entries_of, match, placement_of, stamp_of
 from dcr.seams import Store
 from dcr.stages.apply import sealed_digests
 from dcr.views import Lanes
 from dcr.wire import Identity
+
+READS = 5  # how often a checkpoint is read that is another one each time
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -59,10 +61,22 @@ async def examine(url: str, folder: Path, *, waive: tuple[str, ...] = ()) -> Rep
 
 
 def _digest(folder: Path, layout: Layout, waive: tuple[str, ...]) -> Lanes:
-    loader = SafetensorsLoader(folder, waive=waive, sweep=False)
-    loader.bind(layout)
+    """The digests of a checkpoint that its owner may be replacing meanwhile: of one version or the next."""
+    for _ in range(READS):
+        stamp = stamp_of(folder)
+        try:
+            return _read(folder, layout, waive)
+        except SchemaError:
+            if stamp_of(folder) == stamp:
+                raise
+    raise StateError(f"{folder} was replaced {READS} times while it was being read; try again")
+
+
+def _read(folder: Path, layout: Layout, waive: tuple[str, ...]) -> Lanes:
+    entries = entries_of(folder)
+    placement = placement_of(folder, layout, entries, match(folder, layout, entries, waive), {})
     try:
-        return loader.digest()
+        return placement.digest()
     except DigestMismatch as error:
         raise LocalError(f"{folder} holds two names of one tensor with different bits: {error}") from error
 

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from dcr.seams.codec import BasedCodec, Codec
-from dcr.seams.loader import Batching, Labelling, Loader, RankLoader, RankReady, Readable, Undoable, Watching
+from dcr.seams.loader import (
+    Batching,
+    Labelling,
+    Loader,
+    RankLoader,
+    RankReady,
+    Readable,
+    Releasing,
+    Undoable,
+    Watching,
+)
 from dcr.seams.source import Group, Residual, Source
 from dcr.seams.stage import Stage
 from dcr.seams.transport import Ledger, Link, Run, Store, Transport, Writer
@@ -20,6 +30,7 @@ __all__ = [
     "RankLoader",
     "RankReady",
     "Readable",
+    "Releasing",
     "Residual",
     "Run",
     "Source",

@@ -154,6 +154,15 @@ class Labelling(Protocol):
         ...
 
 
+@runtime_checkable
+class Releasing(Protocol):
+    """What a loader has besides if binding takes what others then have to do without, a lock for instance."""
+
+    def release(self) -> None:
+        """Give it back: the member that it was bound for has left. The next `bind` takes it anew."""
+        ...
+
+
 class RankLoader(Protocol[Share]):
     """One of several ranks of a member, which `dcr.subscribe.Ranks` joins; as `Loader`, but for what it says here.
 

@@ -21,7 +21,7 @@ from dcr.closing import Contexts
 from dcr.commit import MAY_SERVE
 from dcr.errors import LocalError, StateError, StorageRebound
 from dcr.observe import Event, Observer, ignore
-from dcr.seams import BasedCodec, Codec, Loader, Transport
+from dcr.seams import BasedCodec, Codec, Loader, Releasing, Transport
 from dcr.seams.required import require
 from dcr.subscribe.attempts import Attempts
 from dcr.subscribe.backlog import Backlog
@@ -66,6 +66,7 @@ class Subscriber:
         self._url = url
         self._transport: Transport = transport or plugins.transport_for(url)
         self._observe = observe
+        self._loader = loader
         self._ref = MemberRef(member, uuid.uuid4().hex)
         self._rank = Rank(
             loader,
@@ -128,6 +129,8 @@ class Subscriber:
 
     async def __aenter__(self) -> Subscriber:
         self._contexts = contexts = Contexts()
+        if isinstance(self._loader, Releasing):
+            contexts.call(self._loader.release)
         try:
             run = await contexts.enter(self._transport.open(self._url))
             link = await contexts.enter(run.member(self._ref))
