@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ import torch.distributed as dist
 from ranks import assembled
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dcr.errors import SchemaError, StorageRebound
-from dcr.sources import dtensor, probe
+from dcr.sources import dtensor, probe, zero
 from dcr.sources.bits import bits_of
+from dcr.sources.module import ModuleSource
 
 STEPS = 3
 
@@ -164,6 +166,21 @@ def rebound() -> list[str]:
     return []
 
 
+def flattened() -> list[str]:
+    """What sources say of a module that FSDP1 wraps, while its parameters are whole; it then trains on."""
+    options: dict[str, Any] = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    net = nn.Sequential(nn.Linear(8, 8), FullyShardedDataParallel(nn.Linear(8, 8), **options))
+    said = []
+    with FullyShardedDataParallel.summon_full_params(net, writeback=False):
+        for make in (ModuleSource, dtensor.source, zero.source, partial(probe.source, export=dict.items)):
+            try:
+                make(net)
+            except SchemaError as error:
+                said.append(str(error))
+    net(torch.randn(2, 8)).sum().backward()
+    return said
+
+
 def apart() -> str:
     """What a source says when ranks hold different tensors under one name."""
     try:
@@ -221,5 +238,12 @@ def exported() -> dict[str, Any]:
 
 
 def odd_cases() -> dict[str, Any]:
-    cases = {"misplaced": misplaced, "rebound": rebound, "apart": apart, "pipelined": pipelined, "exported": exported}
+    cases = {
+        "flattened": flattened,
+        "misplaced": misplaced,
+        "rebound": rebound,
+        "apart": apart,
+        "pipelined": pipelined,
+        "exported": exported,
+    }
     return {name: case() for name, case in cases.items()}

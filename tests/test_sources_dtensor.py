@@ -90,6 +90,13 @@ def test_a_shard_that_moved_is_noticed_on_its_rank(odd: Any) -> None:
     assert all("up.weight was added, replaced, moved or reshaped" in rank["rebound"][0] for rank in odd)
 
 
+def test_a_module_that_fsdp1_wraps_is_refused_by_name_and_trains_on(odd: Any) -> None:
+    for rank in odd:
+        assert len(rank["flattened"]) == 4
+        assert all(said.startswith("1 is wrapped in FullyShardedDataParallel") for said in rank["flattened"])
+        assert all("fully_shard" in said for said in rank["flattened"])
+
+
 def test_ranks_that_disagree_on_a_tensor_are_refused(odd: Any) -> None:
     assert all("weight" in rank["apart"] and "another rank has" in rank["apart"] for rank in odd)
 

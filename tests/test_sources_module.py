@@ -16,6 +16,7 @@ from torch import nn
 from dcr import kernels
 from dcr.errors import SchemaError, StorageRebound
 from dcr.schema import WIDTHS
+from dcr.sources.bits import bits_of
 from dcr.sources.module import ModuleSource
 from dcr.views import Table, rows_of
 
@@ -133,6 +134,36 @@ def test_the_storages_are_the_live_memory() -> None:
     with torch.no_grad():
         model.weight.view(torch.int16)[2] = 77
     assert published(source) == {"weight": [0, 0, 77, 0]}
+
+
+def test_a_source_leaves_storages_as_free_to_be_resized_as_they_were() -> None:
+    """What offloads by resizing (FSDP1, many trainers) goes on as before."""
+    model = Holds(weight=counted(4))
+    source = ModuleSource(model)
+    assert published(source) == {"weight": bits(counted(4))}
+    storage = model.weight.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(size)
+    assert storage.resizable()
+
+
+def test_reading_a_tensors_bits_leaves_its_storage_as_free_to_be_resized_as_it_was() -> None:
+    tensor = counted(4)
+    assert (bits_of(tensor).tolist(), tensor.untyped_storage().resizable()) == (bits(counted(4)), True)
+
+
+def test_bits_keep_the_memory_that_they_are_read_from() -> None:
+    found = bits_of(counted(1 << 16))
+    torch.zeros(1 << 16, dtype=torch.bfloat16)
+    assert found.tolist() == bits(counted(1 << 16))
+
+
+@pytest.mark.parametrize("kind", ["conjugated", "negated"])
+def test_bits_of_a_lazy_view_are_those_that_it_stands_for(kind: str) -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    view = numbers.conj() if kind == "conjugated" else numbers.conj().imag
+    assert bits_of(view).tolist() == bits(view.resolve_conj().resolve_neg().clone())
 
 
 def test_a_model_of_nothing_is_refused() -> None:

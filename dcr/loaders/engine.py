@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from dcr.errors import SchemaError
+from dcr.sources.bits import storage_bits
 from dcr.views import UNSIGNED, Bits
 
 Octets = NDArray[np.uint8]
@@ -146,7 +147,7 @@ def _memory(slots: Sequence[Slot]) -> Memory:
     for slot in slots:
         if slot.tensor.element_size() != first.tensor.element_size():
             raise SchemaError(f"{slot.path} and {first.path} share memory but not an element width")
-    live = torch.empty(0, dtype=torch.uint8).set_(first.tensor.untyped_storage()).numpy()
+    live = storage_bits(first.tensor, 1).view(np.uint8)
     return Memory(tuple(slots), live)
 
 

@@ -1,4 +1,7 @@
-"""Tensors as bits: stand-ins of random bits, and whether an exported tensor is what a map says.
+"""Tensors as bits: by address, stand-ins of random bits, and whether an exported tensor is what a map says.
+
+`Tensor.numpy()` is not used on live memory: torch takes a storage that numpy has seen for shared with it and never lets
+it be resized again, which breaks whoever frees weights by resizing (FSDP1, offloading).
 
 N  words of a tensor: elements, but for complex128, whose elements are two
 """
@@ -9,11 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dcr import kernels, reference
 from dcr.boxes import Box
-from dcr.errors import LayoutError
+from dcr.errors import LayoutError, SchemaError
 from dcr.schema import PAIRS, SHELLS, width_of, words_of
 from dcr.views import UNSIGNED, Bits, Table, rows_of
 
@@ -35,6 +37,42 @@ HALVES = {"complex32": "float16", "complex64": "float32", "complex128": "float64
 SYMBOLIC = frozenset({"float8_e8m0fnu", "float4_e2m1fn_x2", *SHELLS})
 BLOCK = 1 << 15  # words that are worked on at a time: they stay in cache
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Memory:
+    """Some bytes for numpy. keep: what owns them; numpy holds it for as long as any array over them is held."""
+
+    __slots__ = ("__array_interface__", "keep")
+
+    def __init__(self, address: int, elems: int, width: int, keep: object) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (elems,),
+            "typestr": UNSIGNED[width].str,
+            "data": (address, False),
+        }
+        self.keep = keep
+
+
+def bits_at(address: int, elems: int, width: int, keep: object = None) -> Bits:
+    """Host memory at an address as unsigned integers [elems], writable, whoever owns it.
+
+    keep: its owner, which then lives as long as the array does; None: the caller sees to that.
+    """
+    if not elems:
+        return np.zeros(0, UNSIGNED[width])
+    return np.asarray(_Memory(address, elems, width, keep))
+
+
+def storage_bits(tensor: torch.Tensor, width: int | None = None) -> Bits:
+    """The storage of a tensor as unsigned integers of a width, else that of its words; it shares the memory.
+
+    Raises:
+        SchemaError: it is not in host memory.
+    """
+    storage, width = tensor.untyped_storage(), width or min(tensor.element_size(), 8)
+    _require_host(tensor)
+    return bits_at(storage.data_ptr(), storage.nbytes() // width, width, storage)
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
@@ -59,10 +97,15 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
 def bits_of(tensor: torch.Tensor) -> Bits:
     """The words of a dense tensor, row-major, as unsigned integers [N]; shares memory where it can."""
-    plain = words(tensor).cpu().contiguous().reshape(-1)
-    octets: NDArray[np.uint8] = plain.view(torch.uint8).numpy()
-    bits: Bits = octets.view(UNSIGNED[plain.element_size()])
-    return bits
+    plain = words(tensor).cpu().contiguous()
+    _require_host(plain)
+    return bits_at(plain.data_ptr(), plain.numel(), plain.element_size(), plain.untyped_storage())
+
+
+def _require_host(tensor: torch.Tensor) -> None:
+    """What follows reads addresses: a tensor without memory of its own would be no error there, but a crash."""
+    if tensor.device.type != "cpu" or (tensor.numel() and not tensor.untyped_storage().data_ptr()):
+        raise SchemaError(f"expected a tensor in host memory, found {tensor.dtype} on {tensor.device} without memory")
 
 
 def tensor_of(bits: Bits, dtype: str, shape: Sequence[int]) -> torch.Tensor:

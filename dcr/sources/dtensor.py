@@ -31,7 +31,7 @@ from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
 from dcr.sources.mapped import MappedSource, Piece, demoted, shared, stored, united
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
-from dcr.sources.tensors import Tied, named, require_plain
+from dcr.sources.tensors import Tied, named, require_module, require_plain, require_unflattened
 from dcr.views import Bits
 
 SEEDS = (1, 2)
@@ -73,6 +73,8 @@ def source(module: torch.nn.Module, *, dtype: Dtypes = None, group: dist.Process
         SchemaError: a tensor cannot be published, or ranks differ in what they have.
         LayoutError: over all ranks an element is held by nobody.
     """
+    require_module(module)
+    require_unflattened(module)
     peers = Peers(group)
     parts = _parts(module, dtype)
     schema = united([part.spec for part in parts], peers)

@@ -11,7 +11,7 @@ from dcr.frames import Shard
 from dcr.schema import Schema, TensorSpec
 from dcr.seams import Residual
 from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
-from dcr.sources.tensors import storages_of, tensors_of
+from dcr.sources.tensors import require_module, require_unflattened, storages_of, tensors_of
 from dcr.views import Bits
 
 
@@ -28,6 +28,8 @@ class ModuleSource:
     """
 
     def __init__(self, module: torch.nn.Module, *, dtype: Dtypes = None) -> None:
+        require_module(module)
+        require_unflattened(module)
         self._module = module
         self._tensors = tensors_of(module)
         if not self._tensors:

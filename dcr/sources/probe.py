@@ -29,7 +29,7 @@ from dcr.sources.mapped import MappedSource, Piece, covered, demoted, shared, st
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
 from dcr.sources.standins import BASE, Dress, Export, StandIns, base_of
-from dcr.sources.tensors import Tied, named, tied
+from dcr.sources.tensors import Tied, named, require_unflattened, tied
 from dcr.views import Bits
 
 GROUP_ELEMS = BASE**2 - 1  # two digits are enough
@@ -69,6 +69,8 @@ def source(
     Raises:
         SchemaError: the exporter fails on a group, exports a name twice, or ranks disagree.
     """
+    if isinstance(weights, torch.nn.Module):
+        require_unflattened(weights)
     peers = Peers(group)
     local = _tensors(weights)
     parts = list(_stand_ins(_grouped(local, groups), export, _dress(weights), peers))

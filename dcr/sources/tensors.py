@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from dcr.boxes import Box, is_injective, whole
 from dcr.errors import LayoutError, SchemaError
 from dcr.schema import DTYPES, PAIRS, width_of
-from dcr.views import UNSIGNED, Bits
+from dcr.sources.bits import storage_bits
+from dcr.views import Bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +104,7 @@ def storages_of(tensors: Sequence[Tied]) -> tuple[list[Bits], list[int]]:
         if pointer == 0 or pointer not in index:
             index[pointer] = len(storages)
             owner[pointer] = tied
-            storages.append(_flat(tied.tensor))
+            storages.append(storage_bits(tied.tensor))
         elif width_of(owner[pointer].dtype) != width_of(tied.dtype):
             raise SchemaError(f"{tied.name} and {owner[pointer].name} share memory but not an element width")
         of_tensor.append(index[pointer])
@@ -156,6 +157,23 @@ def require_module(given: object) -> None:
         raise TypeError(f"expected a torch.nn.Module, whose tensors are the weights; found {type(given).__name__}")
 
 
+def require_unflattened(module: torch.nn.Module) -> None:
+    """Refuse a module whose parameters are views of flat ones that come and go.
+
+    Raises:
+        SchemaError: names the part that FSDP1 wraps.
+    """
+    for name, part in module.named_modules():
+        kinds = [kind for kind in type(part).__mro__ if kind.__name__ == "FullyShardedDataParallel"]
+        if any(kind.__module__.startswith("torch.distributed.") for kind in kinds):
+            raise SchemaError(
+                f"{name or 'the model'} is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters "
+                "are freed between uses: shard it with torch.distributed.fsdp.fully_shard (FSDP2) and write "
+                "dcr.source(model, kind='dtensor'), or copy its full state dict into a plain module after each step "
+                "and publish that"
+            )
+
+
 def require_plain(name: str, tensor: torch.Tensor) -> None:
     """Check that a tensor is dense host memory of a known dtype.
 
@@ -177,13 +195,6 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
         )
     if dtype not in DTYPES:
         raise SchemaError(f"{name}: dtype {dtype} is not one of {', '.join(DTYPES)}")
-
-
-def _flat(tensor: torch.Tensor) -> Bits:
-    width = min(tensor.element_size(), 8)
-    octets = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    flat: Bits = octets.numpy()[: octets.numel() // width * width].view(UNSIGNED[width])
-    return flat
 
 
 def _require_disjoint(cluster: Sequence[Tied]) -> None:

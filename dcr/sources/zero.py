@@ -19,7 +19,7 @@ from dcr.schema import TensorSpec
 from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
 from dcr.sources.mapped import MappedSource, Piece, shared, stored, united
 from dcr.sources.peers import Peers
-from dcr.sources.tensors import Tied, named, require_plain
+from dcr.sources.tensors import Tied, named, require_plain, require_unflattened
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +54,8 @@ def source(
         SchemaError: a tensor cannot be published, or ranks differ in what they have.
         LayoutError: over all ranks an element is held by nobody: a partition is missing, or of another size.
     """
+    if isinstance(weights, torch.nn.Module):
+        require_unflattened(weights)
     peers = Peers(group)
     held = _held(weights)
     asked = named_dtypes(dtype, [one.local.name for one in held])
