@@ -138,21 +138,22 @@ def match(folder: Path, layout: Layout, entries: Sequence[Entry], waive: Sequenc
 
 
 def stamp_of(folder: Path) -> str:
-    """What tells that a file of the checkpoint is another one, or was written to.
+    """What tells that a file of the checkpoint is another one, was written to, or is gone.
 
     Raises:
-        SchemaError: there is no checkpoint, or a file of it is missing.
+        SchemaError: there is no checkpoint.
     """
     index = index_of(folder)
     files = [INDEX, *sorted(set(index["weight_map"].values()))] if index else [SINGLE]
-    stats = []
-    for file in files:
-        try:
-            stat = (folder / file).stat()
-        except OSError as error:
-            raise SchemaError(f"{folder / file} is gone: {error}; copy it back, then subscribe anew") from error
-        stats.append((file, stat.st_ino, stat.st_size, stat.st_mtime_ns))
-    return repr(stats)
+    return repr([(file, _stat(folder / file)) for file in files])
+
+
+def _stat(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except (OSError, ValueError):
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 # ---------------------------------------------------------------------- an index and its files
