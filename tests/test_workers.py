@@ -19,7 +19,7 @@ from refits import FAST, publish
 from tensor_parallel import SPECS, ToyRank, fill, touched, toys, trainer_of, values
 
 import dcr
-from dcr.errors import Poisoned, RankError, SchemaError, WireError
+from dcr.errors import LocalError, Poisoned, RankError, SchemaError, WireError
 from dcr.ready import Ready
 from dcr.subscribe import calls, workers
 from dcr.subscribe.ranks import Ranks
@@ -204,3 +204,37 @@ def test_a_worker_stops_when_a_request_is_not_one() -> None:
     here.sendall(b"x" * 16)
     with here, pytest.raises(WireError, match="not a message"):
         workers.serve(there, object(), key=b"", rank=0, world=1)
+
+
+needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+
+
+@pytest.mark.parametrize(
+    ("host", "begins"),
+    [
+        ("127.0.0.1", "tcp:127.0.0.1:"),
+        pytest.param("::1", "tcp:[::1]:", marks=needs_ipv6),
+        ("localhost", "tcp:localhost:"),
+    ],
+)
+def test_workers_reach_a_host_by_name_and_by_either_kind_of_address(host: str, begins: str) -> None:
+    with workers.listening(host) as (listener, address):
+        assert address.startswith(begins)
+        with workers.connect(address) as connection:
+            calls.send(connection, calls.Hello(b"key", 0, 1))
+            (rank,) = workers.accept(listener, 1, b"key", timeout_s=60)
+            rank.close()
+
+
+@needs_ipv6
+def test_a_listener_of_a_name_is_reached_by_either_kind_of_address() -> None:
+    with workers.listening("localhost") as (_, address):
+        port = address.rpartition(":")[2]
+        for host in ("127.0.0.1", "[::1]"):
+            workers.connect(f"tcp:{host}:{port}").close()
+
+
+@pytest.mark.parametrize("host", ["", "[::1]", "tcp://here", "no such name", "192.0.2.1", "\ud800", 7])
+def test_a_host_that_is_none_is_refused_by_name(host: Any) -> None:
+    with pytest.raises(LocalError, match="expected a name or an address of this host"), workers.listening(host):
+        pass

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from dcr import digest, errors, frames
-from dcr.errors import RankError, WireError
+from dcr.errors import LocalError, RankError, WireError
 from dcr.frames import Layout, Region
 from dcr.patch import Change, Operation
 from dcr.seams import RankLoader, RankReady, Watching
@@ -166,11 +166,15 @@ class Worker:
 def listening(host: str | None = None) -> Iterator[tuple[socket.socket, str]]:
     """A socket for workers to connect to, and its address for `connect`: a file that only this user can open.
 
-    host: a name of this host under which workers on other hosts reach it; then it is a TCP socket, at a free port.
+    host: a name or address (IPv4 or IPv6) of this host under which workers on other hosts reach it; then it is a TCP
+    socket, at a free port: of that address alone if it is one, of all of this host's addresses if it is a name.
+
+    Raises:
+        LocalError: `host` is no name or address of this host.
     """
     if host is not None:
-        with socket.create_server(("", 0)) as listener:
-            yield listener, f"tcp:{host}:{listener.getsockname()[1]}"
+        with _tcp_listener(host) as listener:
+            yield listener, f"tcp:{_bracketed(host)}:{listener.getsockname()[1]}"
         return
     with TemporaryDirectory(prefix="dcr-") as folder, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder}/ranks")
@@ -187,13 +191,43 @@ def connect(address: str, *, timeout_s: float = 60.0) -> socket.socket:
     kind, _, place = address.partition(":")
     if kind == "tcp":
         host, _, port = place.rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout_s)
+        connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     else:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(place)
     connection.settimeout(None)
     return connection
+
+
+def _tcp_listener(host: str) -> socket.socket:
+    """A listening socket, at a free port."""
+    try:
+        if not isinstance(host, str) or not host or host != host.strip("[]/ "):
+            raise ValueError("not a name and not an address")
+        family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        if _is_address(host):
+            return socket.create_server(place, family=family)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", 0), family=family)
+    except (OSError, ValueError) as error:  # ValueError: what cannot be encoded as a name
+        raise LocalError(
+            f"expected a name or an address of this host, found host={host!r} ({error}); "
+            'write, for example, host="10.0.0.5", host="::1" or host="node-7", without scheme, brackets and port'
+        ) from error
+
+
+def _is_address(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, 0, flags=socket.AI_NUMERICHOST)
+    except OSError:
+        return False
+    return True
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def hang_up(connection: socket.socket) -> None:
