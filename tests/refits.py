@@ -136,6 +136,11 @@ async def publish(publisher: dcr.Publisher, version: int | None = None) -> dcr.R
     return await (await publisher.publish(version=version)).committed()
 
 
-def empty_like(module: torch.nn.Module, fill: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like) -> Weights:
+def zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros of its dtype and shape: torch cannot fill tensors of some dtypes."""
+    return torch.zeros(tensor.nbytes, dtype=torch.uint8).view(tensor.dtype).reshape(tensor.shape)
+
+
+def empty_like(module: torch.nn.Module, fill: Callable[[torch.Tensor], torch.Tensor] = zeros) -> Weights:
     """A module of the same names, shapes and dtypes, with other contents and its own memory."""
     return Weights({name: fill(tensor) for name, tensor in module.state_dict().items()})
