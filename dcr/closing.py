@@ -1,13 +1,16 @@
-"""Entering and leaving an end that owns tasks: its work is done in those tasks, its user only waits."""
+"""Opening and closing an end: its contexts are entered and left in one task, and its user only waits for that."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup
+
+from dcr.errors import StateError
 
 T = TypeVar("T")
 
@@ -60,23 +63,139 @@ def _details(error: BaseException | None) -> tuple[Any, Any, Any]:
     return (None, None, None) if error is None else (type(error), error, error.__traceback__)
 
 
-async def started(group: TaskGroup, start: Callable[[], Awaitable[None]]) -> None:
-    """Run `start` in a task of the group and wait for it.
+class Life:
+    """The life of an end, from its opening to its close, in a task of its own.
 
-    A user who is cancelled by `task.cancel()` would leave work in a thread behind; a task of the group waits for it.
+    A task group can only be left by the task that entered it. The users of an end need not keep to one task: each
+    method of an actor, fixture or callback may run in another.
 
-    Raises: what `start` raised, as it is.
+    kind: what the end is called in errors. enter: enters the end's contexts, and starts what works in them.
     """
-    ended, errors = anyio.Event(), list[Exception]()
 
-    async def run() -> None:
+    def __init__(self, kind: str, enter: Callable[[Contexts], Awaitable[None]]) -> None:
+        self._kind = kind
+        self._enter = enter
+        self._task: asyncio.Task[None] | None = None
+        self._pid = os.getpid()
+        self._opened, self._leaving, self._ended = anyio.Event(), anyio.Event(), anyio.Event()
+        self._error: Exception | None = None
+        self._raised = False
+
+    async def open(self) -> None:
+        """Enter the contexts; a cancellation leaves those that have been entered, and then goes on.
+
+        Raises: what entering them raised, as it is.
+            StateError: the end was opened before, or there is no event loop of asyncio.
+        """
+        self.require_here()
+        if self._task is not None or self._leaving.is_set():
+            raise StateError(f"this {self._kind} was opened before, and can be opened once: make a new one")
         try:
-            await start()
-        except Exception as error:
-            errors.append(error)
-        ended.set()
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise StateError(
+                f"a {self._kind} lives on an event loop of asyncio (or uvloop), and none runs here: "
+                f"use asyncio.run or anyio.run, or take dcr.blocking.{self._kind}"
+            ) from None
+        scope = anyio.CancelScope()
+        self._task = loop.create_task(self._live(scope), name=f"dcr.{self._kind}")
+        try:
+            await self._opened.wait()
+        except BaseException:
+            scope.cancel()
+            await outwait(self._ended)
+            raise
+        self.raise_error()
 
-    group.start_soon(run)
-    await ended.wait()
-    if errors:
-        raise errors[0]
+    async def close(self) -> None:
+        """Leave the contexts, if they were entered; a cancellation goes on once they have been left.
+
+        Raises: why the end's tasks have ended, if it is an error that has not been raised yet.
+            StateError: the end is another process's, and was left alone.
+        """
+        self.require_here()
+        self._leaving.set()
+        if self._task is not None:
+            await outwait(self._ended)
+            self.raise_error()
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set() and not self._leaving.is_set() and not self._ended.is_set()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that made the end, and no fork of it."""
+        return os.getpid() == self._pid
+
+    def require_here(self) -> None:
+        """A fork has no threads or tasks of its parent: what waits for them would wait for ever.
+
+        Raises:
+            StateError: this is another process than the end's.
+        """
+        if not self.is_here:
+            raise StateError(
+                f"this {self._kind} belongs to process {self._pid}, and this is process {os.getpid()}, forked from it: "
+                f"make a {self._kind} in this process, or start it by 'spawn'"
+            )
+
+    def require_open(self) -> None:
+        """The end can be used.
+
+        Raises:
+            StateError: it has not been opened, or not in this process, or it was closed, or has ended with an error.
+        """
+        self.require_here()
+        if self._error is not None:
+            self._raised = True
+            raise StateError(f"this {self._kind} has ended: {self._error!r}; make a new one") from self._error
+        if self._leaving.is_set() or self._ended.is_set():
+            raise StateError(f"this {self._kind} was closed: make a new one")
+        if not self._opened.is_set():
+            raise StateError(f"this {self._kind} is not open: use it within `async with`, or await its open() first")
+
+    def raise_error(self) -> None:
+        """Raise why the end's tasks have ended, if it is an error; once."""
+        if self._error is not None and not self._raised:
+            self._raised = True
+            raise self._error
+
+    async def _live(self, scope: anyio.CancelScope) -> None:
+        try:
+            with scope:
+                await self._stay()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._ended.set()
+            self._opened.set()  # nobody waits for an opening that failed
+
+    async def _stay(self) -> None:
+        contexts, raised = Contexts(), None
+        try:
+            await self._enter(contexts)
+            self._opened.set()
+            await self._leaving.wait()
+        except BaseException as error:
+            raised = error
+        if self.is_here:  # what a fork would leave is still in use
+            await contexts.close(raised)
+        if raised is not None:
+            raise raised
+
+
+async def outwait(event: anyio.Event) -> None:
+    """Wait for an event, whatever cancels the wait; then a cancellation goes on.
+
+    A shield alone would not hold back `task.cancel()`.
+    """
+    cancelled: BaseException | None = None
+    while not event.is_set():
+        try:
+            with anyio.CancelScope(shield=True):
+                await event.wait()
+        except anyio.get_cancelled_exc_class() as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -668,7 +668,7 @@ async def test_installations_are_heard_beside_an_anchor_and_a_later_version(tmp_
         with anyio.fail_after(10):
             for refit in refits:
                 assert (await refit.installed())["rollout"].said in ("installed", "behind")
-    with pytest.raises(StateError, match="not open"):
+    with pytest.raises(StateError, match="was closed"):
         await publisher.publish(4)
 
 

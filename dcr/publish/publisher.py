@@ -20,7 +20,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from dcr import coverage, digest, plugins
 from dcr.budget import ByteBudget, MiB
 from dcr.choice import LEVELS, Chooser
-from dcr.closing import Contexts, started
+from dcr.closing import Contexts, Life
 from dcr.errors import StateError
 from dcr.frames import FRAME_ELEMS
 from dcr.observe import Event, Observer, ignore
@@ -96,6 +96,7 @@ class Publisher:
             observe=observe,
         )
         self._observe = observe
+        self._life = Life("publisher", self._enter)
         self._leader: Leader | None = None
         self._flights: Flights | None = None
         self._refit: Refit | None = None
@@ -117,8 +118,10 @@ class Publisher:
         """
         if version is not None:
             _require_number(version)
+        self._life.require_open()
         async with self._turn:
             await self._settled()
+            self._life.require_open()
             if (broken := self._broken) is not None:
                 raise StateError(f"this publisher cannot go on: {broken}; close it and make a new one") from broken
             number = self._last_version + 1 if version is None else version
@@ -128,16 +131,16 @@ class Publisher:
                     f"publish {self._last_version + 1} or more"
                 )
             refit = Refit(number)
-            try:
-                self._requests.send_nowait(refit)  # there is room: the version before has ended
-            except (AttributeError, anyio.ClosedResourceError, anyio.BrokenResourceError):
-                raise StateError("this publisher is not open: use it within `async with`") from None
+            self._requests.send_nowait(refit)  # there is room: the version before has ended
             self._last_version, self._refit = number, refit
             return refit
 
     async def captured(self) -> None:
         """Wait until the last `publish` has read the weights: they may change from now on."""
-        if self._refit is not None:
+        self._life.require_here()
+        if self._refit is None:
+            self._life.require_open()
+        else:
             await self._refit.captured()
 
     async def joined(self, members: int) -> None:
@@ -161,10 +164,11 @@ class Publisher:
     def _led(self) -> Leader:
         """
         Raises:
-            StateError: this is not the rank that knows the members.
+            StateError: the publisher is not open, or this is not the rank that knows the members.
         """
+        self._life.require_open()
         if self._leader is None:
-            raise StateError("members are known to the publisher's first rank, once it is open: ask there")
+            raise StateError("members are known to the publisher's first rank: ask there")
         return self._leader
 
     @property
@@ -176,25 +180,64 @@ class Publisher:
 
     # ------------------------------------------------------------------ life
 
-    async def __aenter__(self) -> Publisher:
-        self._contexts = contexts = Contexts()
-        try:
-            self._run: Run = await contexts.enter(self._transport.open(self._url))
-            await contexts.enter(self._ranks)
-            link = await contexts.enter(self._link())
-            self._requests, receive = anyio.create_memory_object_stream[Refit](1)
-            contexts.call(self._requests.close)
-            contexts.call(receive.close)
-            self._group = await contexts.enter(anyio.create_task_group())
-            contexts.call(self._group.cancel_scope.cancel)
-            await started(self._group, partial(self._start, link))
-            if self._leader is not None:
-                self._group.start_soon(self._leader.listen)
-            self._group.start_soon(self._work, receive)
-        except BaseException as error:
-            await contexts.close(error)
-            raise
+    async def open(self) -> Publisher:
+        """Take the term and start; any task may call it, and another one `aclose`. `async with` does both.
+
+        Raises:
+            StateError: it was opened before; or there is no event loop of asyncio. Whatever the source, the transport
+                or the other ranks raise.
+        """
+        await self._life.open()
         return self
+
+    async def aclose(self) -> None:
+        """Wait until the last version has ended, and leave. One that is cancelled gives that version up, and leaves.
+
+        Raises: the error of the last version, if nobody has been told of it.
+            StateError: this is a fork of the publisher's process; nothing was done.
+        """
+        self._life.require_here()
+        try:
+            if self._life.is_open:
+                await self._settled()
+                self._requests.close()
+                await self._drained.wait()
+        finally:
+            await self._life.close()
+
+    async def __aenter__(self) -> Publisher:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.aclose()
+        elif self._life.is_here:
+            await self._life.close()
+
+    async def _enter(self, contexts: Contexts) -> None:
+        self._run: Run = await contexts.enter(self._transport.open(self._url))
+        await contexts.enter(self._ranks)
+        link = await contexts.enter(self._link())
+        self._requests, receive = anyio.create_memory_object_stream[Refit](1)
+        contexts.call(self._requests.close)
+        contexts.call(receive.close)
+        contexts.call(self._give_up)
+        self._group = await contexts.enter(anyio.create_task_group())
+        contexts.call(self._group.cancel_scope.cancel)
+        await self._start(link)
+        if self._leader is not None:
+            self._group.start_soon(self._leader.listen)
+        self._group.start_soon(self._work, receive)
+
+    def _give_up(self) -> None:
+        """No task works any more: whoever waits for one is told."""
+        self._drained.set()
+        if self._leader is not None:
+            self._leader.roster.end(StateError("the publisher was closed"))
+        if self._refit is not None:
+            self._refit.fail(StateError(f"the publisher was closed before version {self._refit.version} was committed"))
 
     @asynccontextmanager
     async def _link(self) -> AsyncIterator[Writer]:
@@ -214,7 +257,8 @@ class Publisher:
             return self._part.plan
 
         async def lead() -> Standing:
-            return await self._led.start(self._part.baseline.layout)
+            assert self._leader is not None
+            return await self._leader.start(self._part.baseline.layout)
 
         async def join() -> None:
             await anyio.to_thread.run_sync(self._part.join, plans, self._ranks.rank)
@@ -239,19 +283,6 @@ class Publisher:
         await self._ranks.share("scan", scan, type(None))
         lanes = await self._ranks.add("scanned", scanned[0])
         self._part.adopt(head.identity if digest.root(lanes) == head.root else None, scanned[0])
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                await self._settled()
-                self._requests.close()
-                await self._drained.wait()
-        finally:
-            if self._leader is not None:
-                self._leader.roster.end(StateError("the publisher was closed"))
-            await self._contexts.close(error)
 
     async def _settled(self) -> None:
         """The version before has ended, and somebody knows how."""

@@ -17,7 +17,7 @@ import anyio
 
 from dcr import plugins
 from dcr.budget import ByteBudget, MiB
-from dcr.closing import Contexts
+from dcr.closing import Contexts, Life
 from dcr.commit import MAY_SERVE
 from dcr.errors import LocalError, StateError, StorageRebound
 from dcr.observe import Event, Observer, ignore
@@ -67,6 +67,7 @@ class Subscriber:
         self._transport: Transport = transport or plugins.transport_for(url)
         self._observe = observe
         self._loader = loader
+        self._life = Life("subscriber", self._enter)
         self._ref = MemberRef(member, uuid.uuid4().hex)
         self._rank = Rank(
             loader,
@@ -111,8 +112,8 @@ class Subscriber:
         Raises:
             StateError: the version before was not installed: the next one stands on it. Or this subscriber is not open.
         """
-        if self._offers is None:
-            raise StateError("this subscriber is not open; write `async with dcr.subscriber(...) as versions:`")
+        self._life.require_open()
+        assert self._offers is not None
         if self.offered is not None:
             raise StateError(
                 f"version {self.offered.number} was offered and not installed; install it first: it is `offered`"
@@ -127,30 +128,46 @@ class Subscriber:
 
     # ------------------------------------------------------------------ life
 
-    async def __aenter__(self) -> Subscriber:
-        self._contexts = contexts = Contexts()
-        if isinstance(self._loader, Releasing):
-            contexts.call(self._loader.release)
-        try:
-            run = await contexts.enter(self._transport.open(self._url))
-            link = await contexts.enter(run.member(self._ref))
-            self._member = Membership(self._ref, run, link, self._rank, self._observe)
-            self._offers = offers = Offers(self._member)
-            group = await contexts.enter(anyio.create_task_group())
-            contexts.call(group.cancel_scope.cancel)
-            group.start_soon(self._live, self._member, offers)
-            await self._begun.wait()
-            if self._error is not None:
-                raise self._error
-        except BaseException as error:
-            await contexts.close(error)
-            raise
+    async def open(self) -> Subscriber:
+        """Join the run; any task may call it, and another one `aclose`. `async with` does both.
+
+        Raises:
+            StateError: it was opened before; or there is no event loop of asyncio. Whatever the loader or the transport
+                raises.
+        """
+        await self._life.open()
         return self
+
+    async def aclose(self) -> None:
+        """Leave the run; weights do not change any more once this has returned.
+
+        Raises:
+            StateError: this is a fork of the subscriber's process; nothing was done.
+        """
+        await self._life.close()
+
+    async def __aenter__(self) -> Subscriber:
+        return await self.open()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        await self._contexts.close(error)
+        if error is None or self._life.is_here:
+            await self.aclose()
+
+    async def _enter(self, contexts: Contexts) -> None:
+        if isinstance(self._loader, Releasing):
+            contexts.call(self._loader.release)
+        run = await contexts.enter(self._transport.open(self._url))
+        link = await contexts.enter(run.member(self._ref))
+        self._member = Membership(self._ref, run, link, self._rank, self._observe)
+        self._offers = offers = Offers(self._member)
+        group = await contexts.enter(anyio.create_task_group())
+        contexts.call(group.cancel_scope.cancel)
+        group.start_soon(self._live, self._member, offers)
+        await self._begun.wait()
+        if self._error is not None:
+            raise self._error
 
     async def _live(self, member: Membership, offers: Offers) -> None:
         """All of this member's work, in one task: so that leaving comes last, however its user is cancelled."""
@@ -158,8 +175,9 @@ class Subscriber:
             await self._work(member, offers)
         finally:
             self._begun.set()
-            with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
-                await member.say(Leave(self._ref))
+            if self._life.is_here:  # else a fork's copy of the loop ends, and the member itself lives on
+                with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
+                    await member.say(Leave(self._ref))
 
     async def _work(self, member: Membership, offers: Offers) -> None:
         backlog, attempts = Backlog(member, offers), Attempts(member, offers)

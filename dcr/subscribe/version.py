@@ -6,6 +6,7 @@ from typing import Literal
 
 import anyio
 
+from dcr.closing import outwait
 from dcr.errors import StateError
 from dcr.wire import Identity
 
@@ -53,7 +54,7 @@ class Version:
             raise StateError(f"version {self.number} can not be installed any more: its subscriber has ended")
         answered = self._answered = anyio.Event()
         self._wanted.set()
-        await _to_the_end(answered)
+        await outwait(answered)
         if self._error is not None:
             raise self._error
 
@@ -72,16 +73,3 @@ class Version:
         self._closed = True
         if self._wanted.is_set():
             self.answer(StateError(f"the subscriber ended while version {self.number} was being installed"))
-
-
-async def _to_the_end(answered: anyio.Event) -> None:
-    """Wait for an answer, whatever cancels the wait; a shield alone would not hold back `task.cancel()`."""
-    cancelled: BaseException | None = None
-    while not answered.is_set():
-        try:
-            with anyio.CancelScope(shield=True):
-                await answered.wait()
-        except anyio.get_cancelled_exc_class() as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
