@@ -30,7 +30,7 @@ def pack(lanes: Lanes) -> bytes:
     return lanes.astype("<u8").tobytes()
 
 
-def unpack(data: bytes) -> Lanes:
+def unpack(data: bytes | memoryview) -> Lanes:
     """The inverse of `pack`."""
     return np.frombuffer(data, "<u8").reshape(-1, 2).astype(np.uint64)
 

@@ -138,7 +138,7 @@ def encode(layout: Layout) -> bytes:
     return msgspec.msgpack.encode((layout.schema.tensors, layout.specs))
 
 
-def decode(data: bytes) -> Layout:
+def decode(data: bytes | memoryview) -> Layout:
     """The inverse of `encode`.
 
     Raises:

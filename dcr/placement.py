@@ -193,13 +193,13 @@ def _prepare_dense(bound: _Bound, partial: bool, values: Bits) -> Ready:
     writes = []
     new_sums = np.zeros_like(bound.keys)
     for home, strip in enumerate(bound.strips):
-        wanted = values[strip.elements()]
+        wanted = values[strip.elements(len(values))]
         if not strip.copy:
             new_sums += kernels.digest(strip.dense(wanted), bound.keys)
         if strip.cast is not None:
             wanted = strip.cast(wanted)
         local, old = kernels.compare(strip.table, wanted)
-        writes.append(Write(home, local, wanted[local], old))
+        writes.append(Write(home, local, kernels.gather(strip.dense(wanted), local), old))
     return _ready(bound, partial, writes, _sums(bound), new_sums, not _astray(bound))
 
 
@@ -230,7 +230,7 @@ def _dense(bound: _Bound) -> Bits:
         return kernels.read(firsts[0].table)
     dense = np.zeros(bound.frame.numel, UNSIGNED[bound.frame.width])
     for strip in firsts:
-        dense[strip.elements()] = kernels.read(strip.table)
+        dense[strip.elements(len(dense))] = kernels.read(strip.table)
     return dense
 
 
@@ -241,7 +241,7 @@ def _astray(bound: _Bound) -> int:
         return 0
     dense, astray = _dense(bound), 0
     for strip in copies:
-        expected = dense[strip.elements()]
+        expected = dense[strip.elements(len(dense))]
         positions, _ = kernels.compare(strip.table, expected if strip.cast is None else strip.cast(expected))
         astray += len(positions)
     return astray

@@ -50,9 +50,9 @@ class Strip:
     copy: bool
     cast: Cast | None
 
-    def elements(self) -> slice | NDArray[np.int64]:
-        """Its elements' numbers in the frame, as an index."""
-        return slice(None) if self.runs is None else expand(self.runs)
+    def elements(self, numel: int) -> slice | NDArray[np.bool_]:
+        """Which of the frame's N elements it holds, as an index: a byte for each, and runs are copied as such."""
+        return slice(None) if self.runs is None else covered(self.runs, numel)
 
     def dense(self, bits: Bits) -> Table:
         """The same elements as a table over a dense array of them, in the strip's order."""
@@ -102,13 +102,11 @@ def strips_of(
     return [_strip(frame, storages, group) for group in groups]
 
 
-def expand(runs: Runs) -> NDArray[np.int64]:
-    """The numbers in some runs, one after another."""
-    if not len(runs):
-        return np.zeros(0, np.int64)
-    counts = runs[:, 1]
-    ends = np.cumsum(counts)
-    return np.repeat(runs[:, 0] - (ends - counts), counts) + np.arange(ends[-1])
+def covered(runs: Runs, numel: int) -> NDArray[np.bool_]:
+    """Whether each of the numbers below N lies in some ascending runs."""
+    edges = np.stack([runs[:, 0], runs.sum(axis=1)], axis=1).reshape(-1)
+    inside: NDArray[np.bool_] = np.arange(len(edges) + 1) % 2 == 1
+    return inside.repeat(np.diff(edges, prepend=0, append=numel))
 
 
 def joined(runs: Runs) -> Runs:

@@ -19,10 +19,15 @@ from dcr.frames import FrameSpec, Layout, Region, Shard
 from dcr.patch import Change, Operation
 from dcr.placement import Place, Placement, wanted
 from dcr.schema import Schema, TensorSpec, keys
-from dcr.strips import expand, joined, shared, without
+from dcr.strips import covered, joined, shared, without
 from dcr.views import Bits
 
 examples = settings(deadline=None, max_examples=150)
+
+
+def expand(runs: np.ndarray) -> np.ndarray:
+    """The numbers in some runs, one after another."""
+    return np.array([number for start, count in runs.tolist() for number in range(start, start + count)], np.int64)
 
 
 def tripled(bits: Bits) -> Bits:
@@ -136,6 +141,20 @@ def test_a_change_lands_in_every_place_of_this_rank_and_nowhere_else(
         rank.held[tensor][element] = word
     rank.load()
     assert found == rank.snapshot()
+
+
+@examples
+@given(ranks())
+def test_a_seed_of_what_is_held_writes_nothing(rank: Rank) -> None:
+    """Casts, copies and several homes included; the sums are of all elements all the same."""
+    placement = Placement(rank.layout, rank.storages, rank.places, partial=True)
+    for frame in rank.layout.frames:
+        bits = np.array([rank.held[t][i] for t, i in rank.elements(frame.index)], np.uint16)
+        ready = placement.prepare(frame.index, Change(Operation.OVERWRITE, None, bits))
+        assert [write.nbytes for write in ready.writes] == [0] * len(ready.writes)
+        assert (ready.old_sums == ready.new_sums).all()
+        assert ready.copies_agree
+        assert placement.touched(ready) == set()
 
 
 @examples
@@ -256,4 +275,7 @@ def test_runs_are_sets(one: list[tuple[int, int]], other: list[tuple[int, int]])
     assert expand(shared(first, second)).tolist() == sorted(a & b)
     assert expand(without(first, second)).tolist() == sorted(a - b)
     assert expand(joined(first)).tolist() == sorted(a)
+    for numel in (max(a, default=-1) + 1, max(a, default=-1) + 3):
+        assert np.flatnonzero(covered(first, numel)).tolist() == sorted(a)
+        assert len(covered(first, numel)) == numel
     assert (np.diff(joined(first)[:, 0]) > joined(first)[:-1, 1]).all()

@@ -238,3 +238,22 @@ def test_a_listener_of_a_name_is_reached_by_either_kind_of_address() -> None:
 def test_a_host_that_is_none_is_refused_by_name(host: Any) -> None:
     with pytest.raises(LocalError, match="expected a name or an address of this host"), workers.listening(host):
         pass
+
+
+# ------------------------------------------------------------------ messages
+
+
+@pytest.mark.parametrize("first", [1, 7, 64, 1 << 20])
+def test_a_message_that_outgrows_what_was_allocated_first_arrives_whole(
+    monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    monkeypatch.setattr(calls, "FIRST_BYTES", first)
+    here, there = socket.socketpair()
+    body = np.random.default_rng(0).integers(0, 256, 100_001, np.uint8)
+    with here, there:
+        sender = threading.Thread(target=calls.send, args=(there, calls.Done(), calls.octets(body)))
+        sender.start()
+        answer, received = calls.receive(here, calls.Answer)
+        sender.join()
+    assert answer == calls.Done()
+    assert bytes(received) == body.tobytes()

@@ -21,7 +21,7 @@ MAGIC = b"DCRW"
 PREFIX = struct.Struct("<4sIQ")
 MAX_HEADER_BYTES = 1 << 28
 MAX_BODY_BYTES = 1 << 34
-PIECE_BYTES = 1 << 22
+FIRST_BYTES = 1 << 26  # allocated for what a prefix announces; more only once that much has come
 
 Buffer = bytes | memoryview
 
@@ -132,7 +132,7 @@ def send(connection: socket.socket, header: Hello | Call | Answer, *body: Buffer
         connection.sendall(piece)
 
 
-def receive(connection: socket.socket, kind: Any) -> tuple[Any, bytes]:
+def receive(connection: socket.socket, kind: Any) -> tuple[Any, memoryview]:
     """The next message, whose header is of this kind, and its body.
 
     Raises:
@@ -148,12 +148,15 @@ def receive(connection: socket.socket, kind: Any) -> tuple[Any, bytes]:
     return header, _exactly(connection, body_bytes)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    """The next `size` bytes; memory grows as they come."""
-    data = bytearray()
-    while len(data) < size:
-        piece = connection.recv(min(size - len(data), PIECE_BYTES))
-        if not piece:
+def _exactly(connection: socket.socket, size: int) -> memoryview:
+    """The next `size` bytes, received in place; memory is touched, and grows, as they come."""
+    data, filled = np.empty(min(size, FIRST_BYTES), np.uint8), 0
+    while filled < size:
+        if filled == len(data):
+            data, came = np.empty(min(size, 2 * filled), np.uint8), data
+            data[:filled] = came
+        count = connection.recv_into(data[filled:].data)
+        if not count:
             raise ConnectionResetError("the connection was closed")
-        data += piece
-    return bytes(data)
+        filled += count
+    return data.data

@@ -98,12 +98,12 @@ class Worker:
     def epoch(self) -> bytes:
         """See `dcr.seams.Loader.epoch`."""
         _, body = self._call(Epoch())
-        return body
+        return bytes(body)
 
     def mark(self) -> bytes:
         """See `dcr.seams.Watching.mark`."""
         _, body = self._call(Mark())
-        return body
+        return bytes(body)
 
     def require_awake(self) -> None:
         """See `dcr.seams.Watching.require_awake`."""
@@ -147,7 +147,7 @@ class Worker:
         """Let the worker go; it stops serving."""
         self._connection.close()
 
-    def _call(self, request: Request, *body: Buffer) -> tuple[Answer, bytes]:
+    def _call(self, request: Request, *body: Buffer) -> tuple[Answer, memoryview]:
         try:
             with self._lock:
                 forget = tuple(self._let_go.popleft() for _ in range(len(self._let_go)))
@@ -287,7 +287,7 @@ def serve(connection: socket.socket, loader: RankLoader[Any], *, key: bytes, ran
 
 
 def _answer(
-    request: Request, body: bytes, loader: RankLoader[Any], readies: dict[int, RankReady]
+    request: Request, body: memoryview, loader: RankLoader[Any], readies: dict[int, RankReady]
 ) -> tuple[Answer, bytes]:
     try:
         return _done(request, body, loader, readies)
@@ -296,7 +296,7 @@ def _answer(
 
 
 def _done(
-    request: Request, body: bytes, loader: RankLoader[Any], readies: dict[int, RankReady]
+    request: Request, body: memoryview, loader: RankLoader[Any], readies: dict[int, RankReady]
 ) -> tuple[Answer, bytes]:
     match request:
         case Bind():
@@ -325,7 +325,7 @@ def _done(
     return Done(), b""
 
 
-def _change(request: Prepare, body: bytes) -> Change:
+def _change(request: Prepare, body: memoryview) -> Change:
     positions, cut = None, 0
     if request.positions is not None:
         positions = np.frombuffer(body, np.uint32, request.positions)
