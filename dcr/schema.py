@@ -83,6 +83,20 @@ def waived(name: str, waive: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in waive)
 
 
+def require_text(name: str) -> None:
+    """Check that a name can be sent as UTF-8.
+
+    Raises:
+        SchemaError: it cannot; shows it.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise SchemaError(
+            f"the name {name!a} is no valid text ({error.reason} at {error.start}); rename the module or tensor"
+        ) from None
+
+
 class TensorSpec(msgspec.Struct, frozen=True):
     """One canonical tensor: its name, dtype and shape, and the further names under which the trainer ties it."""
 
@@ -125,6 +139,7 @@ class Schema:
             if any(not 0 <= n < 1 << 62 for n in spec.shape) or spec.numel >= 1 << 62:
                 raise SchemaError(f"{spec.name}: shape {spec.shape} has a negative extent, or 2^62 elements or more")
             for name in (spec.name, *spec.aliases):
+                require_text(name)
                 if name in seen:
                     raise SchemaError(f"the name {name!r} occurs twice; each canonical tensor has one owner")
                 seen.add(name)

@@ -12,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from dcr.errors import SchemaError
+from dcr.schema import waived
 from dcr.sources.bits import storage_bits
+from dcr.sources.tensors import require_plain
 from dcr.views import UNSIGNED, Bits
 
 Octets = NDArray[np.uint8]
@@ -83,22 +85,20 @@ class Slot:
         self.holder[self.key] = tensor
 
 
-def slots_of(root: torch.nn.Module) -> list[Slot]:
+def slots_of(root: torch.nn.Module, waive: Sequence[str] = ()) -> list[Slot]:
     """Every tensor with memory of its own that a model keeps: parameters, buffers, and other attributes.
 
     Attributes count if they are tensors, or lists and dicts of tensors. Of what does not belong to the model's state,
-    tensors elsewhere (on a device, sparse) are left out: what happens to them is not seen here.
+    tensors elsewhere (on a device, sparse) are left out: what happens to them is not seen here. waive: patterns of
+    paths that may be of any kind.
 
     Raises:
         SchemaError: a parameter or persistent buffer is not dense host memory; names it.
     """
     slots = list(_slots(root))
     for slot in slots:
-        if slot.saved and slot.tensor.numel() and not _has_memory(slot.tensor):
-            raise SchemaError(
-                f"{slot.path}: expected a dense tensor in host memory, found one of {slot.tensor.layout} on "
-                f"{slot.tensor.device}; move the model to the host, or use a loader of its kind (see `dcr plugins`)"
-            )
+        if slot.saved and not waived(slot.path, waive) and _is_odd(slot.tensor):
+            require_plain(slot.path, slot.tensor)
     return [slot for slot in slots if _has_memory(slot.tensor)]
 
 
@@ -173,5 +173,15 @@ def _found(module: str, prefix: str, holder: Any, keys: Iterable[Key]) -> Iterat
             yield from _found(module, name + ".", value, list(value))
 
 
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may have elements, but not as dense host memory."""
+    return torch.nn.parameter.is_lazy(tensor) or tensor.is_nested or (tensor.numel() > 0 and not _has_memory(tensor))
+
+
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.numel() > 0
+    """Whether a tensor has elements that can be read as words where they lie."""
+    if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested or tensor.is_quantized:
+        return False
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
+        return False
+    return tensor.untyped_storage().data_ptr() % min(tensor.element_size(), 8) == 0

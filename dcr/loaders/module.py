@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 import torch
 
@@ -14,9 +13,10 @@ from dcr.frames import Layout
 from dcr.patch import Change
 from dcr.placement import Place, Placement
 from dcr.ready import Ready
-from dcr.schema import patterns
+from dcr.schema import patterns, waived
 from dcr.sources.homes import Homes
-from dcr.sources.tensors import Tied, require_module, require_separate, storages_of, tensors_of
+from dcr.sources.state import require_named
+from dcr.sources.tensors import Tied, named, require_module, require_separate, storages_of, tensors_of
 from dcr.views import Bits, Lanes
 
 
@@ -24,7 +24,7 @@ class ModuleLoader:
     """All parameters and persistent buffers of a module in host memory, matched to published tensors by name.
 
     A tensor that is published under several names, and not tied here, gets every copy. waive: patterns (as in
-    fnmatch) of names that are held here and need not be published.
+    fnmatch) of names that are held here and need not be published; what only they name may be of any kind.
 
     Raises:
         TypeError: this is no module, or `waive` is no sequence.
@@ -36,10 +36,13 @@ class ModuleLoader:
         self._waive = patterns(waive)
         self._placement: Placement | None = None
         self._look: tuple[Homes, bytes] | None = None  # where weights lay, and the epoch of that
+        self._published: frozenset[str] = frozenset()
 
     def bind(self, layout: Layout) -> None:
         """See `dcr.seams.Loader.bind`."""
-        tensors = tensors_of(self._module)
+        published = {name for spec in layout.schema.tensors for name in (spec.name, *spec.aliases)}
+        require_named(self._module, self._waive)
+        tensors = tensors_of(self._module, self._waive, published)
         storages, index = storages_of(tensors)
         require_separate(tensors)
         by_name = {name: number for number, tied in enumerate(tensors) for name in tied.names}
@@ -62,13 +65,14 @@ class ModuleLoader:
                 places.append(Place(tensor, index[number], tied.box()))
         self._require_published(tensors, owner)
         self._placement = Placement(layout, storages, places)
+        self._published = frozenset(published)
 
     def epoch(self) -> bytes:
         """See `dcr.seams.Loader.epoch`."""
         if self._look is not None and self._look[0].are_left():
             return self._look[1]
         noted = Homes(self._module)  # before all is looked at: what moves meanwhile is noticed at the next look
-        homes = [(tied.names, tied.home) for tied in tensors_of(self._module)]
+        homes = [(tied.names, tied.home) for tied in tensors_of(self._module, self._waive, self._published)]
         epoch = hashlib.blake2b(repr(homes).encode(), digest_size=16).digest()
         self._look = noted, epoch
         return epoch
@@ -104,10 +108,22 @@ class ModuleLoader:
 
     def _require_published(self, tensors: Sequence[Tied], owner: dict[int, str]) -> None:
         for number, tied in enumerate(tensors):
-            if number not in owner and not any(fnmatchcase(tied.name, pattern) for pattern in self._waive):
+            if number not in owner:
                 raise SchemaError(
-                    f"{tied.name} is held here and not published: it would keep old bits for ever; publish or waive it"
+                    f"{tied.name} is held here and not published: it would keep old bits for ever; "
+                    f"publish or waive it{self._waived_in_part(tied)}"
                 )
+
+    def _waived_in_part(self, tied: Tied) -> str:
+        """Other names of a tensor that are waived: not enough, since it is one tensor under all of them."""
+        others = [
+            name for name, tensor, _ in named(self._module) if waived(name, self._waive) and _same(tensor, tied.tensor)
+        ]
+        return f" (it is tied to {others[0]}, which is waived: waive all its names)" if others else ""
+
+
+def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and (tensor.data_ptr(), tensor.shape) == (other.data_ptr(), other.shape)
 
 
 def _unmatched(name: str, known: dict[str, int]) -> str:

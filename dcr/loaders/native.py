@@ -25,6 +25,7 @@ from dcr.ready import Ready
 from dcr.schema import Schema, TensorSpec, patterns
 from dcr.sources.bits import bits_of
 from dcr.sources.homes import Homes
+from dcr.sources.state import require_named
 from dcr.strips import Runs
 from dcr.views import UNSIGNED, Bits, Lanes
 
@@ -70,13 +71,14 @@ class NativeLoader:
 
     def bind(self, layout: Layout) -> None:
         """See `dcr.seams.Loader.bind`. The engine's loader is tried out on stand-ins, unless that is known already."""
-        slots = slots_of(self._engine.module)
+        require_named(self._engine.module, self._waive)
+        slots = slots_of(self._engine.module, self._waive)
         epoch = _digest(self._engine.fingerprint(), [(slot.path, _home(slot.tensor)) for slot in slots])
         known = self._recorded is not None and self._recorded[:2] == (epoch, layout.schema.digest)
         waived = {tensor for tensor, spec in enumerate(layout.schema.tensors) if self._waived(spec.name)}
         found = self.record if known else record(self._engine, layout.schema, waived=waived)
         self._require_taken(layout.schema, found)
-        memories = memories_of(slots_of(self._engine.module))
+        memories = memories_of(slots_of(self._engine.module, self._waive))
         self._require_published(memories, found)
         self._binding = _Binding(self._engine, layout, memories, found, self._partial)
         self._recorded = (epoch, layout.schema.digest, found)
@@ -93,7 +95,7 @@ class NativeLoader:
         if look is not None and look.fingerprint == fingerprint and look.homes.are_left():
             return look.epoch
         homes = self._homes()  # noted before all is looked at: what moves meanwhile is noticed at the next look
-        slots = slots_of(self._engine.module)
+        slots = slots_of(self._engine.module, self._waive)
         now = {slot.path: _home(slot.tensor) for slot in slots}
         saved = [(slot.path, now[slot.path]) for slot in slots if slot.saved]
         moved = [path for path, home in self._derived.items() if now.get(path) != home]
@@ -141,7 +143,7 @@ class NativeLoader:
 
     def _homes(self) -> Homes | None:
         """Where the weights lie; None if one is in a list or a dict of the engine's, which may become another one."""
-        slots = slots_of(self._engine.module) if self._derived else []
+        slots = slots_of(self._engine.module, self._waive) if self._derived else []
         derived = [slot for slot in slots if slot.path in self._derived]
         if any(slot.key != slot.name for slot in derived):
             return None

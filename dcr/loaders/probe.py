@@ -173,7 +173,7 @@ def _values(sources: Collection[torch.dtype], stored: Collection[torch.dtype]) -
         if names <= {carrier, *WIDER}:
             return torch_of(np.arange(first, first + WIDE_BASE, dtype=np.uint16), getattr(torch, carrier))
     holding = {*sources, *(dtype for dtype in stored if dtype.is_floating_point)}
-    return torch.arange(min(BASES.get(name_of(dtype), BASE) for dtype in holding))
+    return torch.arange(min(BASES.get(name_of(dtype), BASE) for dtype in holding), device="cpu")
 
 
 def _patterns(values: torch.Tensor, dtype: torch.dtype) -> Bits:

@@ -45,7 +45,7 @@ def record(engine: Engine, schema: Schema, *, waived: Collection[int] = ()) -> R
     Raises:
         SchemaError: the loader cannot be tried, or does not do the same thing twice.
     """
-    with StandIns(slots_of(engine.module)) as stand_ins:
+    with StandIns(slots_of(engine.module, ["*"])) as stand_ins:
         return _Recorder(Trial(engine, schema, stand_ins), waived).record()
 
 

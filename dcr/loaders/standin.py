@@ -134,7 +134,7 @@ class StandIns:
     def _swap(self, slot: Slot) -> None:
         tensor, base = slot.tensor, self._stand_ins[self.memory_of(slot)].base
         live = tensor.data
-        stand_in = torch.empty(0, dtype=tensor.dtype).set_(
+        stand_in = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
             base.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
         )
         tensor.data = stand_in

@@ -24,13 +24,14 @@ from dcr import reference
 from dcr.boxes import Box, Dim, row_major, whole
 from dcr.errors import SchemaError
 from dcr.fit import fit
-from dcr.schema import TensorSpec
+from dcr.schema import TensorSpec, patterns
 from dcr.seams import Residual
 from dcr.sources.bits import bits_of, dtype_of, random_bits, tensor_of, wrong_bytes
 from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
 from dcr.sources.mapped import MappedSource, Piece, demoted, shared, stored, united
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
+from dcr.sources.state import require_named
 from dcr.sources.tensors import Tied, named, require_module, require_plain, require_unflattened
 from dcr.views import Bits
 
@@ -62,12 +63,18 @@ class _Owner:
         return mesh, tuple(tensor.shape), tensor.dtype
 
 
-def source(module: torch.nn.Module, *, dtype: Dtypes = None, group: dist.ProcessGroup | None = None) -> MappedSource:
+def source(
+    module: torch.nn.Module,
+    *,
+    dtype: Dtypes = None,
+    group: dist.ProcessGroup | None = None,
+    waive: Sequence[str] = (),
+) -> MappedSource:
     """A module of DTensors and of plain tensors, which every rank holds alike. Collective over the group's ranks.
 
     dtype: as for `dcr.sources.module.ModuleSource`: fp32 masters of a bf16 checkpoint are rounded before they are
-    compared. group: all ranks of the trainer; None means the default group. Parameters must be in their sharded state,
-    as they are after an optimizer step.
+    compared. waive: as there. group: all ranks of the trainer; None means the default group. Parameters must be in
+    their sharded state, as they are after an optimizer step.
 
     Raises:
         SchemaError: a tensor cannot be published, or ranks differ in what they have.
@@ -75,8 +82,10 @@ def source(module: torch.nn.Module, *, dtype: Dtypes = None, group: dist.Process
     """
     require_module(module)
     require_unflattened(module)
+    waive = patterns(waive)
+    require_named(module, waive)
     peers = Peers(group)
-    parts = _parts(module, dtype)
+    parts = _parts(module, dtype, waive)
     schema = united([part.spec for part in parts], peers)
     number = {spec.name: index for index, spec in enumerate(schema.tensors)}
     failed = demoted(_certify(parts), peers)
@@ -91,7 +100,7 @@ def source(module: torch.nn.Module, *, dtype: Dtypes = None, group: dist.Process
     return MappedSource(
         schema,
         shared(pieces, schema, peers),
-        lambda: [owner.local for owner in _owners(module)],
+        lambda: [owner.local for owner in _owners(module, waive)],
         residual=[
             _gathered(number[name], by_name[name][1] if name in by_name else None, failed[name], peers)
             for name in sorted(failed)
@@ -111,8 +120,8 @@ class _Part:
     boxes: Sequence[Box]
 
 
-def _parts(module: torch.nn.Module, dtype: Dtypes) -> list[_Part]:
-    owners = _owners(module)
+def _parts(module: torch.nn.Module, dtype: Dtypes, waive: Sequence[str]) -> list[_Part]:
+    owners = _owners(module, waive)
     asked = named_dtypes(dtype, [owner.names[0] for owner in owners])
     known: dict[object, list[Box]] = {}
     parts = []
@@ -126,10 +135,10 @@ def _parts(module: torch.nn.Module, dtype: Dtypes) -> list[_Part]:
     return parts
 
 
-def _owners(module: torch.nn.Module) -> list[_Owner]:
+def _owners(module: torch.nn.Module, waive: Sequence[str]) -> list[_Owner]:
     """All tensors in the order of their owners' names; one and the same object under several names is tied."""
     groups: dict[int, tuple[list[str], torch.Tensor, bool]] = {}
-    for name, tensor, is_parameter in named(module):
+    for name, tensor, is_parameter in named(module, waive):
         groups.setdefault(id(tensor), ([], tensor, is_parameter))[0].append(name)
     if not groups:
         raise SchemaError(f"{type(module).__name__} has neither parameters nor persistent buffers")

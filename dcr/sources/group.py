@@ -43,9 +43,9 @@ class TorchGroup:
 
     async def gather(self, data: bytes) -> list[bytes]:
         """See `dcr.seams.Group.gather`: the sizes, and then all of one size."""
-        sizes = await self._all(torch.tensor([len(data)], dtype=torch.int64))
+        sizes = await self._all(torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
         longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
         everything = await self._all(padded)
         return [one[: int(size)].numpy().tobytes() for one, size in zip(everything, sizes, strict=True)]

@@ -102,7 +102,6 @@ def _home(holder: Any, key: Any) -> _Home:
     if tensor is None:
         return _Home(holder, key, None, 0, torch.Size(()), (), torch.uint8)
     try:
-        address = tensor.data_ptr()
-    except RuntimeError:  # a tensor without memory of its own: a look at it fails again, and is never "left"
-        address = 0
-    return _Home(holder, key, tensor, address, tensor.shape, tensor.stride(), tensor.dtype)
+        return _Home(holder, key, tensor, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    except RuntimeError:  # a tensor without memory, strides or shape: a look at it fails again, and is never "left"
+        return _Home(holder, key, tensor, 0, torch.Size(()), (), tensor.dtype)

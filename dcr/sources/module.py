@@ -8,9 +8,10 @@ import torch
 
 from dcr.errors import SchemaError, StorageRebound
 from dcr.frames import Shard
-from dcr.schema import Schema, TensorSpec
+from dcr.schema import Schema, TensorSpec, patterns
 from dcr.seams import Residual
 from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
+from dcr.sources.state import require_named
 from dcr.sources.tensors import require_module, require_unflattened, storages_of, tensors_of
 from dcr.views import Bits
 
@@ -21,17 +22,19 @@ class ModuleSource:
     dtype: the checkpoint's dtype where it is not the module's own, by name or torch's. One applies to all float32
     *parameters* (fp32 masters of a bf16 checkpoint); buffers keep theirs. A mapping from name patterns (as in fnmatch)
     to dtypes says more; the first pattern that fits counts, and what fits none stays as it is.
+    waive: patterns of names that are not published, of any kind; an engine has to waive them, too.
 
     Raises:
-        TypeError: this is no module, or no dtype. SchemaError: a tensor cannot be published, or cannot be cast as
-            asked; names it.
+        TypeError: this is no module, or no dtype. SchemaError: a tensor cannot be published or cast as asked,
+            or the module's checkpoint holds more than tensors; names it.
     """
 
-    def __init__(self, module: torch.nn.Module, *, dtype: Dtypes = None) -> None:
+    def __init__(self, module: torch.nn.Module, *, dtype: Dtypes = None, waive: Sequence[str] = ()) -> None:
         require_module(module)
         require_unflattened(module)
-        self._module = module
-        self._tensors = tensors_of(module)
+        self._module, self._waive = module, patterns(waive)
+        require_named(module, self._waive)
+        self._tensors = tensors_of(module, self._waive)
         if not self._tensors:
             raise SchemaError(f"{type(module).__name__} has neither parameters nor persistent buffers")
         self._homes = [tied.home for tied in self._tensors]
@@ -52,7 +55,7 @@ class ModuleSource:
 
     def storages(self) -> Sequence[Bits]:
         """See `dcr.seams.Source.storages`."""
-        now = tensors_of(self._module)
+        now = tensors_of(self._module, self._waive)
         homes = {tied.name: tied.home for tied in now}
         for tied, home in zip(self._tensors, self._homes, strict=True):
             if homes.pop(tied.name, None) != home:

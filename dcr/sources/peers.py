@@ -26,8 +26,8 @@ class Peers:
         """Every rank's bytes, by rank."""
         if self.size == 1:
             return [data]
-        sizes = self._gathered(torch.tensor([len(data)])).reshape(-1).tolist()
-        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        sizes = self._gathered(torch.tensor([len(data)], device="cpu")).reshape(-1).tolist()
+        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
         return [row[:size].tobytes() for row, size in zip(self._gathered(padded), sizes, strict=True)]
 

@@ -6,7 +6,7 @@ of one storage are tied: they have one owner, the name that comes first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dcr.boxes import Box, is_injective, whole
 from dcr.errors import LayoutError, SchemaError
-from dcr.schema import DTYPES, PAIRS, width_of
+from dcr.schema import DTYPES, PAIRS, require_text, waived, width_of
 from dcr.sources.bits import storage_bits
 from dcr.views import Bits
 
@@ -64,13 +64,15 @@ class Tied:
         return whole(shape, strides, offset)
 
 
-def tensors_of(module: torch.nn.Module) -> list[Tied]:
+def tensors_of(module: torch.nn.Module, waive: Sequence[str] = (), published: Container[str] = ()) -> list[Tied]:
     """All tensors of a module in the order of their owners' names.
+
+    waive: patterns of names that are left out, unless they are published.
 
     Raises:
         SchemaError: a tensor is not dense host memory of a known dtype; names it.
     """
-    return tied(named(module))
+    return tied(entry for entry in named(module) if entry[0] in published or not waived(entry[0], waive))
 
 
 def tied(tensors: Iterable[tuple[str, torch.Tensor, bool]]) -> list[Tied]:
@@ -135,16 +137,20 @@ def require_separate(tensors: Sequence[Tied]) -> None:
     _require_disjoint(cluster)
 
 
-def named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Every parameter and persistent buffer under each of its names; True for a parameter."""
+def named(module: torch.nn.Module, waive: Sequence[str] = ()) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Every parameter and persistent buffer under each of its names; True for a parameter.
+
+    waive: patterns of names that are left out.
+    """
     require_module(module)
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = prefix + "." if prefix else ""
         for name, parameter in child._parameters.items():
-            if parameter is not None:
+            if parameter is not None and not waived(dot + name, waive):
                 yield dot + name, parameter, True
         for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
+            kept = buffer is not None and name not in child._non_persistent_buffers_set
+            if kept and not waived(dot + name, waive):
                 yield dot + name, buffer, False
 
 
@@ -175,26 +181,55 @@ def require_unflattened(module: torch.nn.Module) -> None:
 
 
 def require_plain(name: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor is dense host memory of a known dtype.
+    """Check that a tensor is dense host memory of a known dtype, with a name that can be sent.
 
     Raises:
-        SchemaError: it is not; says what it is.
+        SchemaError: it is not; says what it is, and what to do.
     """
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    require_text(name)
     if torch.nn.parameter.is_lazy(tensor):
         raise SchemaError(f"{name} is not initialised yet; run the module once first")
-    if tensor.layout != torch.strided or tensor.device.type != "cpu" or type(tensor.data) is not torch.Tensor:
+    if remedy := _remedy(tensor):
+        kind = type(tensor.data).__name__ if isinstance(tensor.data, torch.Tensor) else type(tensor).__name__
         raise SchemaError(
-            f"{name}: expected a dense tensor in host memory, found {type(tensor.data).__name__} "
-            f"({tensor.layout}, {tensor.device}); it needs a source or loader of its kind (see `dcr plugins`)"
+            f"{name}: expected a dense tensor in host memory, found {kind} "
+            f"({str(tensor.dtype).removeprefix('torch.')}, {tensor.layout}, {tensor.device}); {remedy}, "
+            f"or write waive=[{name!r}] at both ends if it never changes"
         )
+    dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_neg() or tensor.is_conj():
         raise SchemaError(
             f"{name}: a lazily conjugated or negated view, its memory holds other bits; "
             "call resolve_conj() and resolve_neg() first"
         )
     if dtype not in DTYPES:
-        raise SchemaError(f"{name}: dtype {dtype} is not one of {', '.join(DTYPES)}")
+        raise SchemaError(
+            f"{name}: dtype {dtype} is not one of {', '.join(DTYPES)}; to leave it as it lies, write "
+            f"waive=[{name!r}] at both ends"
+        )
+    width, address = width_of(dtype), tensor.untyped_storage().data_ptr()
+    if address % width:
+        raise SchemaError(
+            f"{name}: its memory begins at an address that is no multiple of its {width} bytes per element; "
+            "give it memory of its own, with clone()"
+        )
+
+
+def _remedy(tensor: torch.Tensor) -> str:
+    """What to do about a tensor that is not dense host memory; nothing if it is."""
+    if tensor.is_nested:
+        return "publish what it consists of, each part a tensor by itself"
+    if tensor.is_quantized:
+        return "publish the model that it was made of, or keep its integers (int_repr) and scales as buffers"
+    if tensor.layout == torch._mkldnn:  # type: ignore[attr-defined]
+        return "convert it back with to_dense(), and pack it after each install"
+    if tensor.layout != torch.strided:
+        return "convert it with to_dense(), or keep its indices and values as buffers"
+    if tensor.device.type == "meta":
+        return "load the weights first (to_empty, load_state_dict)"
+    if tensor.device.type != "cpu" or type(tensor.data) is not torch.Tensor:
+        return "it needs a source or loader of its kind (see `dcr plugins`)"
+    return ""
 
 
 def _require_disjoint(cluster: Sequence[Tied]) -> None:

@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from dcr.boxes import Box, Dim
 from dcr.errors import SchemaError
-from dcr.schema import TensorSpec
+from dcr.schema import TensorSpec, patterns, waived
 from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
 from dcr.sources.mapped import MappedSource, Piece, shared, stored, united
 from dcr.sources.peers import Peers
+from dcr.sources.state import require_named
 from dcr.sources.tensors import Tied, named, require_plain, require_unflattened
 
 
@@ -43,12 +44,13 @@ def source(
     *,
     dtype: Dtypes = None,
     group: dist.ProcessGroup | None = None,
+    waive: Sequence[str] = (),
 ) -> MappedSource:
     """Partitions, and whole tensors that all ranks hold alike. Collective over the group's ranks.
 
     weights: a module, of which parameters that DeepSpeed partitioned (`ds_tensor`, `ds_shape`, `ds_process_group`) are
-    taken as partitions and all others as whole; or both by name. dtype: as for `dcr.sources.module.ModuleSource`.
-    group: all ranks of the trainer; None means the default group.
+    taken as partitions and all others as whole; or both by name. dtype, waive: as for
+    `dcr.sources.module.ModuleSource`. group: all ranks of the trainer; None means the default group.
 
     Raises:
         SchemaError: a tensor cannot be published, or ranks differ in what they have.
@@ -57,7 +59,10 @@ def source(
     if isinstance(weights, torch.nn.Module):
         require_unflattened(weights)
     peers = Peers(group)
-    held = _held(weights)
+    waive = patterns(waive)
+    if isinstance(weights, torch.nn.Module):
+        require_named(weights, waive)
+    held = _held(weights, waive)
     asked = named_dtypes(dtype, [one.local.name for one in held])
     wanted = [canonical_dtype(one.local.name, one.local.dtype, one.local.is_parameter, asked) for one in held]
     specs = [
@@ -71,7 +76,7 @@ def source(
         for box in stored(one.local.box(), one.box)
     ]
     return MappedSource(
-        schema, shared(pieces, schema, peers), lambda: [one.local for one in _held(weights)], peers=peers
+        schema, shared(pieces, schema, peers), lambda: [one.local for one in _held(weights, waive)], peers=peers
     )
 
 
@@ -84,9 +89,9 @@ class _Held:
     box: Box
 
 
-def _held(weights: torch.nn.Module | Mapping[str, Partition | torch.Tensor]) -> list[_Held]:
+def _held(weights: torch.nn.Module | Mapping[str, Partition | torch.Tensor], waive: Sequence[str]) -> list[_Held]:
     groups: dict[int, tuple[list[str], Partition | torch.Tensor, bool]] = {}
-    for name, key, one, is_parameter in _entries(weights):
+    for name, key, one, is_parameter in _entries(weights, waive):
         groups.setdefault(key, ([], one, is_parameter))[0].append(name)
     if not groups:
         raise SchemaError("there is nothing to publish: neither parameters nor persistent buffers")
@@ -101,13 +106,13 @@ def _held(weights: torch.nn.Module | Mapping[str, Partition | torch.Tensor]) -> 
 
 
 def _entries(
-    weights: torch.nn.Module | Mapping[str, Partition | torch.Tensor],
+    weights: torch.nn.Module | Mapping[str, Partition | torch.Tensor], waive: Sequence[str]
 ) -> Iterator[tuple[str, int, Partition | torch.Tensor, bool]]:
     """(name, identity, partition or whole tensor, whether it is a parameter)."""
     if not isinstance(weights, torch.nn.Module):
-        yield from ((name, id(one), one, True) for name, one in weights.items())
+        yield from ((name, id(one), one, True) for name, one in weights.items() if not waived(name, waive))
         return
-    for name, tensor, is_parameter in named(weights):
+    for name, tensor, is_parameter in named(weights, waive):
         part = getattr(tensor, "ds_tensor", None)
         if part is None:
             yield name, id(tensor), tensor, is_parameter
