@@ -1,8 +1,8 @@
 """Every block of the pages under docs/ runs as it stands: as a program of its own, in an empty directory.
 
 A Python block that begins with a comment `# name.py: ...` is a file that the shell block behind it runs. Blocks of
-docs/plugins.md are quoted from tests/plugins, and run by tests/test_plugin_distributions.py; bytes of docs/format.md are
-compared by tests/test_codec_format.py; what needs vLLM is run where it is installed.
+docs/plugins.md are quoted from tests/plugins, and run by tests/test_plugin_distributions.py; bytes of docs/format.md
+are compared by tests/test_codec_format.py; what needs vLLM is run where it is installed.
 """
 
 from __future__ import annotations
