@@ -10,6 +10,7 @@ import torch
 
 from dcr.errors import SchemaError, StateError
 from dcr.frames import Layout
+from dcr.loaders.writable import extent_of, require_writable
 from dcr.patch import Change
 from dcr.placement import Place, Placement
 from dcr.ready import Ready
@@ -64,6 +65,7 @@ class ModuleLoader:
                     )
                 places.append(Place(tensor, index[number], tied.box()))
         self._require_published(tensors, owner)
+        require_writable(extent_of(tensors[number].name, storages[index[number]]) for number in owner)
         self._placement = Placement(layout, storages, places)
         self._published = frozenset(published)
 

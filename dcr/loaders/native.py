@@ -19,6 +19,7 @@ from dcr.loaders.engine import Engine, Memory, memories_of, slots_of
 from dcr.loaders.probe import dtype_of, torch_of
 from dcr.loaders.record import Kind, Record, record
 from dcr.loaders.reload import Reloads
+from dcr.loaders.writable import extent_of, require_writable
 from dcr.patch import Change
 from dcr.placement import Place, Placement, wanted
 from dcr.ready import Ready
@@ -80,6 +81,7 @@ class NativeLoader:
         self._require_taken(layout.schema, found)
         memories = memories_of(slots_of(self._engine.module, self._waive))
         self._require_published(memories, found)
+        require_writable(extent_of(memories[index].path, memories[index].live) for index in sorted(_written(found)))
         self._binding = _Binding(self._engine, layout, memories, found, self._partial)
         self._recorded = (epoch, layout.schema.digest, found)
         written = [slot for index in _written(found) for slot in memories[index].slots]
