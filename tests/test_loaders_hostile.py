@@ -13,8 +13,11 @@ from dcr.loaders.engine import Engine, Pairs
 from dcr.loaders.record import Kind, record
 from dcr.schema import Schema, TensorSpec
 from dcr.testing.engines import EngineTests, World
-from dcr.testing.hostile import CASES, Case, Model, ToyEngine
+from dcr.testing.hostile import CASES as MOVES
+from dcr.testing.hostile import Case, Model, ToyEngine
+from dcr.testing.stateful import STATEFUL
 
+CASES = {**MOVES, **STATEFUL}
 TAKEN = [name for name, case in CASES.items() if not case.refused]
 REFUSED = [name for name, case in CASES.items() if case.refused]
 
@@ -83,11 +86,14 @@ def test_a_record_takes_a_unit_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     shapes = {f"layers.{layer}.w": (8, 8) for layer in range(6)}
     layers = torch.nn.ModuleList([Model(w=(8, 8)) for _ in range(6)])
     most: list[int] = []
+    entered: list[standin.StandIns] = []
+    enter = standin.StandIns.__enter__
+    monkeypatch.setattr(standin.StandIns, "__enter__", lambda self: (entered.append(self), enter(self))[1])
 
     def load(model: torch.nn.Module, pairs: Pairs) -> None:
         for name, tensor in pairs:
             model.get_parameter(name).data.copy_(tensor)
-        most.append(sum(bool(weight.data.view(torch.int16).any()) for weight in model.parameters()))
+        most.append(sum(entered[0].scratched(index) for index in range(6)))
 
     engine = ToyEngine(Model(layers=layers), load)
     record(engine, Schema(tuple(TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items())))

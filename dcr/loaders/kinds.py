@@ -39,12 +39,14 @@ class Verdict:
 class Reload:
     """Tensors whose loader has to run when one of them changes.
 
-    memories: those that it makes. touched: those that are written meanwhile, these among them.
+    memories: those that it makes. touched: those that are written meanwhile, these among them. times: how often they
+    are loaded: twice where the loader may still remember a part of an earlier load.
     """
 
     tensors: tuple[int, ...]
     memories: tuple[int, ...]
     touched: tuple[int, ...]
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -222,9 +222,9 @@ class _Binding:
                 self._recall(place, storages[place.storage], place.cast)
 
     def canonical(self, tensor: int) -> torch.Tensor:
-        """One shadow, as a tensor."""
+        """A copy of one shadow, as a tensor: a loader may change what it is given, or keep it."""
         spec = self.layout.schema.tensors[tensor]
-        return torch_of(self.shadows[tensor], dtype_of(spec)).reshape(spec.shape)
+        return torch_of(self.shadows[tensor].copy(), dtype_of(spec)).reshape(spec.shape)
 
     def _recall(self, place: Place, storage: Bits, cast: Cast) -> None:
         """What the canonical bits behind a cast may have been; if the cast lost some, the digest will say so."""

@@ -192,14 +192,14 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 def random_tensor(spec: TensorSpec, seed: int, index: int) -> torch.Tensor:
     """Any finite bit pattern, over the full range of exponents; the same for the same seed and index."""
-    bits = _random(spec.numel * spec.width, seed, index).view(UNSIGNED[spec.width])
+    bits = random_octets(spec.numel * spec.width, seed, index).view(UNSIGNED[spec.width])
     tame(bits, spec.dtype)
     return torch_of(bits, dtype_of(spec)).reshape(spec.shape)
 
 
 def prefill(memory: Memory, seed: int, index: int) -> Octets:
     """What a memory is filled with before random bits are loaded."""
-    octets = _random(len(memory.live), seed, index)
+    octets = random_octets(len(memory.live), seed, index)
     if memory.dtype is torch.bool:
         octets &= np.uint8(1)
     return octets
@@ -215,6 +215,6 @@ def torch_of(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy((bits if bits.flags.writeable else bits.copy()).view(np.uint8)).view(dtype)
 
 
-def _random(size: int, seed: int, index: int) -> Octets:
+def random_octets(size: int, seed: int, index: int) -> Octets:
     generator = np.random.Generator(np.random.SFC64((seed, index)))
     return generator.integers(0, 1 << 64, -(-size // 8), np.uint64, endpoint=False).view(np.uint8)[:size]

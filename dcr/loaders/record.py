@@ -12,29 +12,23 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from dcr.boxes import Box
-from dcr.errors import LayoutError, SchemaError
-from dcr.fit import HOLE, fit
+from dcr.errors import SchemaError
 from dcr.loaders.certify import Cast, Finding, Home, cast_of, certify
-from dcr.loaders.engine import Engine, Memory, Octets, slots_of
+from dcr.loaders.engine import Engine, Octets, slots_of
+from dcr.loaders.finding import TABLE_BOXES, find
 from dcr.loaders.kinds import Constants, Kind, Record, Reload, Verdict
-from dcr.loaders.probe import Numbering, blank, random_tensor
+from dcr.loaders.probe import Numbering, random_tensor
+from dcr.loaders.repeats import Group, Repeats, Unit, closed
 from dcr.loaders.standin import StandIns
 from dcr.loaders.trial import Seen, Trial
 from dcr.schema import Schema
 
 __all__ = ["Constants", "Kind", "Record", "Reload", "Verdict", "record", "units_of"]
-
-# A map of more boxes than this is a table, and has to hold so many elements a box.
-TABLE_BOXES = 64
-TABLE_ELEMS = 16
 
 
 def record(engine: Engine, schema: Schema, *, waived: Collection[int] = ()) -> Record:
@@ -59,14 +53,20 @@ def units_of(names: Sequence[str]) -> list[list[int]]:
 
 
 class _Recorder:
-    """The record as it grows."""
+    """The record as it grows.
+
+    It goes over all units several times: between two trials of a tensor all others are loaded with other values, so
+    that a loader which remembers some of them does not make the same twice.
+    """
 
     def __init__(self, trial: Trial, waived: Collection[int]) -> None:
         self._trial = trial
         self._waived = waived
         self._specs = trial.schema.tensors
         self._alone: dict[int, Seen] = {}
-        self._known: dict[tuple[int, ...], tuple[list[int], set[int], Seen] | None] = {}
+        self._aside: set[int] = set()
+        self._steady: set[int] = set()  # what loads have written so far, and so have to write each time
+        self._error: Exception | None = None
         self._verdicts: dict[int, Verdict] = {}
         self._homes: list[Home] = []
         self._constants: list[Constants] = []
@@ -74,13 +74,16 @@ class _Recorder:
 
     def record(self) -> Record:
         units = self._units()
-        if units is None or not all(self._record(unit) for unit in units):
-            self._verdicts.clear()
-            self._homes.clear()
-            self._constants.clear()
-            self._reloads.clear()
-            if not self._record(range(len(self._specs)), whole=True):
-                raise SchemaError("the engine's loader can load neither the parts of this model nor all of it")
+        if units is None or not self._record(units):
+            self._trial.stand_ins.stage()
+            self._trial.stand_ins.reset(self._trial.memories)
+            with self._reset(self._trial.memories):
+                everything = self._discover(range(len(self._specs)), self._aside | self._steady, whole=True)
+            if everything is None:
+                raise SchemaError(
+                    f"the engine's loader can load neither the parts of this model nor all of it: {self._error!r}"
+                ) from self._error
+            self._record([everything], whole=True)
         return Record(
             tuple(self._verdicts[tensor] for tensor in range(len(self._specs))),
             tuple(self._homes),
@@ -89,175 +92,259 @@ class _Recorder:
             tuple(self._trial.names),
         )
 
-    # ------------------------------------------------------------------ a unit
+    # ------------------------------------------------------------------ units
 
-    def _units(self) -> list[list[int]] | None:
-        """Units of tensors that write to no memory in common; None if one of them cannot be loaded by itself."""
-        merged: list[tuple[list[int], set[int]]] = []
-        for unit in units_of([spec.name for spec in self._specs]):
-            with self._reset():
-                known = self._known[tuple(unit)] = self._discover(unit)
-            if known is None:
+    def _units(self) -> list[Unit] | None:
+        """Units of tensors that write no memory in common, nor read what others write; None if one cannot be loaded."""
+        merged: list[Unit] = []
+        for members in units_of([spec.name for spec in self._specs]):
+            unit = self._discover(members)
+            if unit is None:
                 return None
-            touched = known[1]
-            for other in [other for other in merged if other[1] & touched]:
-                merged.remove(other)
-                unit, touched = other[0] + unit, other[1] | touched
-            merged.append((unit, touched))
-        return [sorted(unit) for unit, _ in merged]
+            self._trial.stand_ins.reset(unit.touched)
+            related = [other for other in merged if _related(unit, other)]
+            merged = [other for other in merged if other not in related]
+            merged.append(unit if not related else self._merge([*related, unit]))
+        self._aside, read = self._beside(merged)
+        related = [unit for unit in merged if read & unit.touched]
+        merged = [unit for unit in merged if unit not in related]
+        merged += [self._merge(related, self._aside)] if related else []
+        for index, unit in enumerate(merged):
+            if not unit.tried:
+                with self._reset(unit.touched):
+                    again = self._discover(unit.members, unit.touched)
+                if again is None:
+                    return None
+                merged[index] = again
+        return merged
+
+    def _merge(self, units: Sequence[Unit], more: Set[int] = frozenset()) -> Unit:
+        """One unit of several, that has to be discovered again."""
+        unit = Unit(sorted(tensor for unit in units for tensor in unit.members), [], set(more), tried=False)
+        for other in units:
+            unit.touched |= other.touched
+            unit.together.add(other.together)
+        return unit
+
+    def _beside(self, units: Sequence[Unit]) -> tuple[set[int], set[int]]:
+        """What post-load steps write of modules that no tensor is loaded into, and what they read."""
+        touched = set[int]().union(*(unit.touched for unit in units))
+        modules = self._trial.modules_of(self._trial.memories) - self._trial.modules_of(touched)
+        seen = self._trial.settle(modules) if modules else Seen()
+        self._trial.stand_ins.reset(seen.written)
+        return (seen.written - touched, seen.read) if seen.error is None else (set(), set())
 
     @contextmanager
-    def _reset(self) -> Iterator[None]:
+    def _reset(self, memories: Iterable[int]) -> Iterator[None]:
         """Stand-ins are let go afterwards."""
         try:
             yield
         finally:
-            self._trial.stand_ins.reset(self._trial.memories)
-
-    def _record(self, unit: Sequence[int], *, whole: bool = False) -> bool:
-        """Record one unit; False if its tensors cannot be loaded together, and without others."""
-        with self._reset():
-            known = None if whole else self._known.get(tuple(unit))
-            known = known or self._discover(unit, whole=whole)
-            if known is None:
-                return False
-            tensors, touched, together = known
-            for tensor in set(unit) - set(tensors):
-                self._verdicts[tensor] = Verdict(
-                    Kind.SKIP, f"the loader does not take it: {self._alone[tensor].error!r}"
-                )
-            findings = self._probe(tensors, sorted(touched)) if tensors else []
-            doubts = self._doubts(findings, together)
-            for memory in certify(self._trial, tensors, findings):
-                doubts.setdefault(memory, "random bits do not land where numbered elements did")
-            return self._judge(tensors, findings, doubts, whole=whole)
+            self._trial.stand_ins.reset(memories)
 
     def _scout(self, tensor: int) -> Seen:
         """Load one tensor alone, under each of its names."""
         seen, taken = Seen(), []
         for name in self._trial.names[tensor]:
             self._trial.names[tensor] = (name,)
-            one = self._trial.load([tensor], self._random(1), look=False)
-            if one.error is None:
+            alone = self._load([tensor], 1, look=False)
+            if alone.error is None:
                 taken.append(name)
-            seen.add(one)
+            seen.add(alone)
         spec = self._specs[tensor]
         self._trial.names[tensor] = tuple(taken) or (spec.name, *spec.aliases)
         if taken:
             seen.error = None
         return seen
 
-    def _discover(self, unit: Sequence[int], *, whole: bool = False) -> tuple[list[int], set[int], Seen] | None:
-        """The tensors of a unit that can be loaded together, the memories that this writes, and what is seen of it."""
-        tensors = list(unit)
+    def _load(
+        self, tensors: Sequence[int], seed: int, *, settle: Collection[int] | None = None, look: bool = True
+    ) -> Seen:
+        """Load random bits; once more if the loader has read a table whose stand-in was empty, over a copy of it."""
+        for _ in range(len(self._trial.memories) + 1):
+            seen = self._trial.load(tensors, self._random(seed), settle=settle, look=look)
+            if not self._trial.stand_ins.keep(seen.read - seen.written):
+                break
+        return seen
+
+    def _discover(self, members: Sequence[int], touched: Set[int] = frozenset(), *, whole: bool = False) -> Unit | None:
+        """A unit of those tensors that can be loaded together; None if they cannot, without others."""
+        tensors = list(members)
         for tensor in tensors:
             if tensor not in self._alone:
                 self._alone[tensor] = self._scout(tensor)
         before = self._trial.rebound()
-        touched = before.written.union(*(self._alone[tensor].written for tensor in unit))
+        known = before.written.union(touched, *(self._alone[tensor].written for tensor in members))
+        steady = set(before.written)
         for _ in range(8):
-            seen = self._trial.load(tensors, self._random(2), settle=touched)
+            seen = self._load(tensors, 2, settle=known)
             if seen.error is not None:
+                self._error = seen.error
                 may_go = tensors if whole else self._waived
                 accepted = [t for t in tensors if self._alone[t].error is None or t not in may_go]
                 if len(accepted) == len(tensors):
                     return None
                 tensors = accepted
                 continue
-            found = touched | seen.written
+            steady |= seen.written
+            found = known | seen.written
             found |= self._trial.scratched(found)
-            if found == touched:
+            if found == known:
                 seen.rebound += before.rebound
-                return tensors, touched, seen
-            touched = found
-        raise SchemaError(f"loading {self._specs[unit[0]].name} and its like writes to other memory each time")
+                steady = steady.union(*(self._alone[tensor].written for tensor in tensors))
+                steady |= self._steady if whole else set()
+                self._steady |= steady
+                seen.read |= set[int]().union(*(self._alone[tensor].read for tensor in tensors))
+                return Unit(members, tensors, known, steady, seen)
+            known = found
+        raise SchemaError(f"loading {self._specs[members[0]].name} and its like writes to other memory each time")
 
-    def _probe(self, tensors: Sequence[int], memories: Sequence[int]) -> list[Finding]:
+    # ------------------------------------------------------------------ sweeps
+
+    def _record(self, units: Sequence[Unit], *, whole: bool = False) -> bool:
+        """Record units; False if tensors of one of them can only be loaded with those of another."""
+        stand_ins = self._trial.stand_ins
+        findings: list[list[Finding]] = []
+        doubts: list[dict[int, str]] = []
+        for unit in units:
+            with self._reset(unit.touched):
+                findings.append(self._probe(unit) if unit.tensors else [])
+                doubts.append(self._doubts(unit, findings[-1]))
+                self._certify(unit, findings[-1], doubts[-1], 0)
+        touched = set[int]().union(*(unit.touched for unit in units))
+        aside = self._settled(self._aside - touched)
+        stand_ins.stage(touched)
+        if self._settled(self._aside - touched) != aside:
+            return False
+        for unit, found, wrong in zip(units, findings, doubts, strict=True):
+            with self._reset(unit.touched):
+                self._certify(unit, found, wrong, 1)
+        groups: list[list[Group]] = []
+        for unit, found, wrong in zip(units, findings, doubts, strict=True):
+            with self._reset(unit.touched):
+                grouped = self._groups(unit, found, wrong, whole=whole)
+            if grouped is None:
+                return False
+            groups.append(grouped)
+        stand_ins.stage()
+        if any(groups) and not self._again(units, groups, whole=whole):
+            return False
+        for unit, found, chosen in zip(units, findings, groups, strict=True):
+            self._judge(unit, found, chosen, whole=whole)
+        return True
+
+    def _settled(self, memories: Set[int]) -> dict[int, bytes]:
+        """What post-load steps make of memories that no tensor is loaded into."""
+        with self._reset(memories):
+            self._trial.settle(self._trial.modules_of(memories))
+            return {index: self._trial.stand_ins.scratch(index).tobytes() for index in memories}
+
+    def _certify(self, unit: Unit, findings: Sequence[Finding], doubts: dict[int, str], number: int) -> None:
+        for memory in certify(self._trial, unit.tensors, findings, number) if unit.tensors else ():
+            doubts.setdefault(memory, "random bits do not land where numbered elements did")
+
+    def _again(self, units: Sequence[Unit], groups: Sequence[Sequence[Group]], *, whole: bool) -> bool:
+        """Try all groups again, once every tensor was loaded with other values; False if one makes something else."""
+        for unit in units:
+            with self._reset(unit.touched):
+                self._trial.load(unit.tensors, self._random(9), settle=unit.touched)
+        for unit, chosen in zip(units, groups, strict=True):
+            for group in chosen:
+                with self._reset(unit.touched):
+                    repeats = Repeats(self._trial, unit, {}).again(group)
+                if not repeats:
+                    self._require_partial(group.reload.tensors[0], group.reason, whole=whole)
+                    return False
+        return True
+
+    def _probe(self, unit: Unit) -> list[Finding]:
         """Load numbers, digit by digit, and read them back."""
+        memories = sorted(unit.touched)
         stored = frozenset(self._trial.stand_ins.memories[index].dtype for index in memories)
-        numbering = Numbering(tuple(self._specs[tensor] for tensor in tensors), stored)
-        place = {tensor: index for index, tensor in enumerate(tensors)}
+        numbering = Numbering(tuple(self._specs[tensor] for tensor in unit.tensors), stored)
+        place = {tensor: index for index, tensor in enumerate(unit.tensors)}
         pictures: list[dict[int, Octets]] = []
         for number in range(numbering.passes):
             self._trial.wipe(memories, number)
-            self._trial.load(tensors, lambda t, n=number: numbering.tensor(place[t], n), settle=memories)  # type: ignore[misc]
+            seen = self._trial.load(
+                unit.tensors,
+                lambda t, n=number: numbering.tensor(place[t], n),  # type: ignore[misc]
+                settle=memories,
+            )
+            unit.idle |= self._trial.idle(unit.steady, number, seen)
             pictures.append({index: self._trial.stand_ins.scratch(index).copy() for index in memories})
-        return [self._find(index, [one[index] for one in pictures], numbering, tensors) for index in memories]
-
-    def _find(self, index: int, pictures: Sequence[Octets], numbering: Numbering, tensors: Sequence[int]) -> Finding:
-        """What one memory holds of the numbers."""
-        memory = self._trial.stand_ins.memories[index]
-        bits = [memory.bits(picture) for picture in pictures]
-        numbers = numbering.read(bits, memory.dtype)
-        if memory.dtype is not torch.bool and (numbers >= 0).all():  # the usual case: nothing else is in there
-            homes, tangled = _fitted(numbers, memory, index, numbering, tensors)
-            return Finding(index, homes, np.empty(0, np.int64), bits[0][:0], 0, tangled)
-        filled = [memory.bits(np.full(memory.width, blank(memory, number), np.uint8))[0] for number in (0, 1)]
-        untouched, same = bits[0] == filled[0], np.ones(len(bits[0]), bool)
-        for number, one in enumerate(bits[1:], start=1):
-            untouched &= one == filled[number % 2]
-            same &= one == bits[0]
-        mapped = (numbers >= 0) & ~untouched
-        constant = same & ~mapped & ~untouched
-        foreign = int(np.count_nonzero(~(mapped | untouched | constant)))
-        numbers[~mapped] = HOLE
-        homes, tangled = _fitted(numbers, memory, index, numbering, tensors)
-        constants = np.flatnonzero(constant)
-        return Finding(index, homes, constants, bits[0][constants], foreign, tangled)
+        stand_ins = self._trial.stand_ins.memories
+        return [
+            find(stand_ins[index], index, [picture[index] for picture in pictures], numbering, unit.tensors)
+            for index in memories
+        ]
 
     # ------------------------------------------------------------------ judging
 
-    def _doubts(self, findings: Sequence[Finding], together: Seen) -> dict[int, str]:
+    def _doubts(self, unit: Unit, findings: Sequence[Finding]) -> dict[int, str]:
         """Memories that cannot be updated element by element, and why."""
         doubts: dict[int, str] = {}
+        rebound = set(unit.together.rebound)
         for finding in findings:
-            if finding.foreign:
-                doubts[finding.memory] = (
-                    f"{finding.foreign} elements of {self._path(finding.memory)} are made of values"
-                )
+            path = self._path(finding.memory)
+            given = [slot.path for slot in self._trial.stand_ins.memories[finding.memory].slots if slot.path in rebound]
+            if given:
+                doubts[finding.memory] = f"the loader gives {given[0]} new memory"
+            elif finding.memory in unit.idle:
+                doubts[finding.memory] = f"the loader does not write {path} each time"
+            elif finding.foreign:
+                doubts[finding.memory] = f"{finding.foreign} elements of {path} are made of values"
             elif finding.tangled:
-                doubts[finding.memory] = f"{self._path(finding.memory)}: {finding.tangled}"
-        rebound = set(together.rebound)
-        for finding in findings:
-            for slot in self._trial.stand_ins.memories[finding.memory].slots:
-                if slot.path in rebound:
-                    doubts[finding.memory] = f"the loader gives {slot.path} new memory"
+                doubts[finding.memory] = f"{path}: {finding.tangled}"
         return doubts
 
-    def _judge(
-        self, tensors: Sequence[int], findings: Sequence[Finding], doubts: dict[int, str], *, whole: bool
-    ) -> bool:
-        """Give every tensor its verdict; False if some can only be reloaded with tensors of other units."""
-        writers = self._writers(tensors, findings)
+    def _groups(
+        self, unit: Unit, findings: Sequence[Finding], doubts: dict[int, str], *, whole: bool
+    ) -> list[Group] | None:
+        """The tensors that have to be loaded together; None if some can only be loaded with those of other units."""
+        writers = self._writers(unit.tensors, findings)
         reasons = {
             tensor: f"the loader reads values ({', '.join(sorted(self._alone[tensor].values_read))})"
-            for tensor in tensors
+            for tensor in unit.tensors
             if self._alone[tensor].values_read
         }
-        for group, memories in _closed(writers, doubts, reasons):
-            reason = next((doubts[m] for m in memories if m in doubts), "") or next(
-                reasons[t] for t in group if t in reasons
+        repeats, groups = Repeats(self._trial, unit, writers), list[Group]()
+        for tensors, memories in closed(writers, doubts, reasons):
+            if any(tensors <= set(group.reload.tensors) for group in groups):
+                continue
+            reason = next((doubts[m] for m in sorted(memories) if m in doubts), "") or next(
+                reasons[t] for t in tensors if t in reasons
             )
-            reload = self._reload(group, tensors, memories, [finding.memory for finding in findings])
-            if reload is None:
-                if whole:
-                    raise SchemaError(
-                        f"{self._specs[min(group)].name}: {reason}, and not the same each time it is loaded"
-                    )
-                return False
-            self._reloads.append(reload)
-            for tensor in reload.tensors:
-                self._verdicts[tensor] = Verdict(Kind.MODEL if whole else Kind.LAYER, reason)
-        reloaded = {memory for reload in self._reloads for memory in reload.memories}
+            group = repeats.group(tensors, memories, reason)
+            if group is None:
+                self._require_partial(min(tensors), reason, whole=whole)
+                return None
+            groups = [other for other in groups if not set(other.reload.tensors) <= set(group.reload.tensors)]
+            groups.append(group)
+        return groups
+
+    def _require_partial(self, tensor: int, reason: str, *, whole: bool) -> None:
+        """A load of the whole model must make the same each time; one of a part may depend on others."""
+        if whole:
+            raise SchemaError(f"{self._specs[tensor].name}: {reason}, and not the same each time it is loaded")
+
+    def _judge(self, unit: Unit, findings: Sequence[Finding], groups: Sequence[Group], *, whole: bool) -> None:
+        """Give every tensor its verdict."""
+        for tensor in set(unit.members) - set(unit.tensors):
+            self._verdicts[tensor] = Verdict(Kind.SKIP, f"the loader does not take it: {self._alone[tensor].error!r}")
+        for group in groups:
+            self._reloads.append(group.reload)
+            for tensor in group.reload.tensors:
+                self._verdicts[tensor] = Verdict(Kind.MODEL if whole else Kind.LAYER, group.reason)
+        reloaded = {memory for group in groups for memory in group.reload.memories}
         self._constants += [
             Constants(finding.memory, finding.constants, finding.constant_bits)
             for finding in findings
             if len(finding.constants) and finding.memory not in reloaded
         ]
         self._homes += [h for finding in findings for h in finding.homes if h.tensor not in self._verdicts]
-        for tensor in tensors:
+        for tensor in unit.tensors:
             self._verdicts.setdefault(tensor, self._verdict(tensor, findings))
-        return True
 
     def _verdict(self, tensor: int, findings: Sequence[Finding]) -> Verdict:
         """The verdict on a tensor whose homes are certified."""
@@ -282,33 +369,6 @@ class _Recorder:
             writers[finding.memory] = known or set(tensors)
         return writers
 
-    def _reload(
-        self, group: set[int], unit: Sequence[int], memories: set[int], touched: Sequence[int]
-    ) -> Reload | None:
-        """The fewest tensors whose load gives the same bytes whatever was there before; None if there are none."""
-        candidates = [[tensor for tensor in unit if tensor in group]]
-        if len(group) < len(unit):
-            candidates.append(list(unit))
-        for tensors in candidates:
-            if self._repeats(tensors, sorted(memories), touched):
-                return Reload(tuple(tensors), tuple(sorted(memories)), tuple(sorted(touched)))
-        return None
-
-    def _repeats(self, tensors: Sequence[int], memories: Sequence[int], touched: Sequence[int]) -> bool:
-        """True if a load makes the same of some memories over two prefills that differ in every bit."""
-        results: list[list[Octets]] = []
-        for seed in (0, 1):
-            self._trial.wipe(memories, seed)
-            if self._trial.load(tensors, self._random(3), settle=touched).error is not None:
-                return False
-            results.append([self._trial.stand_ins.scratch(index).copy() for index in memories])
-        for index, one, other in zip(memories, *results, strict=True):
-            memory = self._trial.stand_ins.memories[index]
-            kept = (one == blank(memory, 0)) & (other == blank(memory, 1))
-            if not ((one == other) | kept).all():
-                return False
-        return True
-
     def _cast(self, home: Home) -> Cast | None:
         return cast_of(self._specs[home.tensor], self._trial.stand_ins.memories[home.memory])
 
@@ -319,46 +379,8 @@ class _Recorder:
         return lambda tensor: random_tensor(self._specs[tensor], seed, tensor)
 
 
-def _fitted(
-    numbers: NDArray[np.int64], memory: Memory, index: int, numbering: Numbering, tensors: Sequence[int]
-) -> tuple[tuple[Home, ...], str]:
-    """The homes in one memory, and what is wrong if they are too many; numbers [elements of the memory] or HOLE."""
-    shape = memory.slots[0].tensor.shape
-    most = max(TABLE_BOXES, len(numbers) // TABLE_ELEMS)
-    try:
-        boxes = fit(numbers, shape, starts=numbering.firsts[:-1], most=most)
-    except LayoutError as error:
-        return (), str(error)
-    homes = [Home(tensors[which], index, part.inverted()) for which, box in boxes for part in _injective(box)]
-    return tuple(homes), ""
-
-
-def _injective(box: Box) -> Iterator[Box]:
-    """A box from canonical elements, cut until none of them is in it twice: each copy is a home of its own."""
-    span = 0
-    for d, dim in sorted(enumerate(box.dims), key=lambda pair: abs(pair[1].here)):
-        if (dim.n > 1 and abs(dim.here) <= span) or dim.here == 0:
-            rest = box.dims[:d] + box.dims[d + 1 :]
-            for i in range(dim.n):
-                yield from _injective(Box(box.here0 + i * dim.here, box.there0 + i * dim.there, rest))
-            return
-        span += (dim.n - 1) * abs(dim.here)
-    yield box
-
-
-def _closed(
-    writers: dict[int, set[int]], memories: Iterable[int], tensors: Iterable[int]
-) -> list[tuple[set[int], set[int]]]:
-    """Groups of tensors and memories that hang together, of those that a doubtful memory or tensor is in."""
-    groups: list[tuple[set[int], set[int]]] = []
-    waiting = [(set(writers[memory]), {memory}) for memory in memories] + [({tensor}, set[int]()) for tensor in tensors]
-    for group, held in waiting:
-        if any(group & other for other, _ in groups):
-            continue
-        grown = -1
-        while grown != len(group) + len(held):
-            grown = len(group) + len(held)
-            held |= {memory for memory, those in writers.items() if those & group}
-            group = group.union(*(writers[memory] for memory in held))
-        groups.append((group, held))
-    return groups
+def _related(unit: Unit, other: Unit) -> bool:
+    """True if two units write the same memory, or one reads what the other writes."""
+    return bool(
+        unit.touched & other.touched or unit.together.read & other.touched or other.together.read & unit.touched
+    )

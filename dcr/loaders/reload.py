@@ -131,9 +131,10 @@ class Reloads:
             for index, memory in enumerate(stand_ins.memories):
                 stand_ins.scratch(index)[:] = memory.live
             trial = Trial(self._engine, self._schema, stand_ins, self._record.names)
-            seen = trial.load(reload.tensors, self._canonical, settle=trial.memories)
-            if seen.error is not None:
-                raise seen.error
+            for _ in range(reload.times):
+                seen = trial.load(reload.tensors, self._canonical, settle=trial.memories)
+                if seen.error is not None:
+                    raise seen.error
             return {i: stand_ins.scratch(reload.touched.index(i)) for i in reload.memories}
 
     def _write(self, module: _Module, contents: dict[int, Octets]) -> None:

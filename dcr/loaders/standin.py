@@ -8,9 +8,12 @@ until they are written, small ones as copies, so that a loader finds its tables 
 from __future__ import annotations
 
 import mmap
+import os
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import TracebackType
 
@@ -18,37 +21,72 @@ import numpy as np
 import torch
 
 from dcr.loaders.engine import Memory, Octets, Slot, memories_of
+from dcr.loaders.probe import prefill, random_octets
 from dcr.sources.bits import words
 
 SMALL_BYTES = 1 << 20
 PAGE = mmap.PAGESIZE
+NOISE = 303  # the seed of random bits that stand-ins begin as
 NORESERVE = 0x4000 if sys.platform == "linux" else 0  # memory that is never written need not exist
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StandIn:
-    """The scratch memory of one storage; start: its place in the arena, in bytes."""
+    """The scratch memory of one storage.
+
+    pages, start: the mapping that it lies in, and its place there in bytes. origin: what it begins as; None for zeros.
+    copied: it is written when it begins, otherwise its pages come from the mapping.
+    """
 
     memory: Memory
     scratch: Octets
     base: torch.Tensor
+    pages: mmap.mmap
     start: int
+    origin: Octets | None
+    copied: bool
 
-    @property
-    def small(self) -> bool:
-        return len(self.scratch) <= SMALL_BYTES
+    @staticmethod
+    def over(memory: Memory, pages: mmap.mmap, start: int, origin: Octets | None, *, copied: bool) -> StandIn:
+        """A stand-in that lies at a place of a mapping."""
+        base = torch.frombuffer(pages, dtype=torch.uint8, count=len(memory.live), offset=start)
+        return StandIn(memory, base.numpy(), base, pages, start, origin, copied)
 
     def begin(self) -> None:
-        """What is small begins as a copy; the rest has only zeros as long as it is not written."""
-        if self.small:
-            self.scratch[:] = self.memory.live
+        """Write what it begins as, where its pages are not so already."""
+        if self.copied and self.origin is not None:
+            self.scratch[:] = self.origin
+
+    def reset(self) -> None:
+        """Make it as it was at first."""
+        self.begin()
+        if not self.copied:
+            self.pages.madvise(mmap.MADV_DONTNEED, self.start, -(-len(self.scratch) // PAGE) * PAGE)
 
     def scratched(self) -> bool:
         """True if it has been written although nothing should have written it."""
-        if self.small:
-            return not np.array_equal(self.scratch, self.memory.live)
+        if self.origin is not None:
+            return not np.array_equal(self.scratch, self.origin)
         whole = len(self.scratch) // 8 * 8
         return bool(self.scratch[:whole].view(np.uint64).max(initial=0) or self.scratch[whole:].any())
+
+
+@dataclass(slots=True, eq=False)
+class _Swap:
+    """A tensor of the model, the data that it had, and those that it has meanwhile."""
+
+    tensor: torch.Tensor
+    memory: int
+    live: torch.Tensor
+    stand_in: torch.Tensor
+
+    def to(self, one: StandIn) -> None:
+        """Let the tensor lie in a stand-in."""
+        live = self.live
+        self.stand_in = torch.empty(0, dtype=live.dtype, device="cpu").set_(
+            one.base.untyped_storage(), live.storage_offset(), live.shape, live.stride()
+        )
+        self.tensor.data = self.stand_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +107,18 @@ class StandIns:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = list(slots)
         self.memories = memories_of(self._slots)
-        self._stand_ins, self._arena = _stand_ins(self.memories)
-        self.index = {one.base.untyped_storage().data_ptr(): i for i, one in enumerate(self._stand_ins)}
+        self._usual = _stand_ins(self.memories)
+        self._stand_ins = list(self._usual)
         self._of_slot = {id(slot): i for i, memory in enumerate(self.memories) for slot in memory.slots}
-        self._data: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._swaps: dict[int, _Swap] = {}
 
     def __enter__(self) -> StandIns:
-        seen: dict[int, torch.Tensor] = {}
         try:
             for slot in self._slots:
-                if id(slot.tensor) not in seen:
-                    seen[id(slot.tensor)] = slot.tensor
-                    self._swap(slot)
+                if id(slot.tensor) not in self._swaps:
+                    live, number = slot.tensor.data, self.memory_of(slot)
+                    swap = self._swaps[id(slot.tensor)] = _Swap(slot.tensor, number, live, live)
+                    swap.to(self._stand_ins[number])
         except BaseException:
             self._restore()
             raise
@@ -91,13 +129,46 @@ class StandIns:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._restore()
 
+    @property
+    def index(self) -> dict[int, int]:
+        """The number of each memory by the address of its stand-in."""
+        return {one.base.untyped_storage().data_ptr(): i for i, one in enumerate(self._stand_ins)}
+
+    def stage(self, noisy: Collection[int] = ()) -> None:
+        """Let the stand-ins of some memories begin as random bits from now on, and all others as usual.
+
+        What is large shares the pages of one file of random bits, as long as they are not written.
+        """
+        large = [i for i in noisy if not (self._usual[i].copied or self.memories[i].dtype is torch.bool)]
+        numbers = [i for i, one in enumerate(self._stand_ins) if i in noisy or one is not self._usual[i]]
+        with _noise(max((len(self.memories[i].live) for i in large), default=0)) as file:
+            for index in numbers:
+                usual, memory = self._usual[index], self.memories[index]
+                if index in large:
+                    stand_in = _noisy(memory, file)
+                elif index in noisy:
+                    stand_in = replace(usual, origin=prefill(memory, NOISE, index), copied=True)
+                else:
+                    stand_in = usual
+                self._stand_ins[index] = stand_in
+                stand_in.begin()
+        for swap in self._swaps.values():
+            if swap.memory in numbers:
+                swap.to(self._stand_ins[swap.memory])
+
+    def keep(self, memories: Iterable[int]) -> set[int]:
+        """Let stand-ins begin as copies from now on, since a loader reads them; those that did not already."""
+        kept = {index for index in memories if not self._stand_ins[index].copied}
+        for index in kept:
+            self._usual[index] = replace(self._usual[index], origin=self.memories[index].live, copied=True)
+            self._stand_ins[index] = self._usual[index]
+            self._stand_ins[index].begin()
+        return kept
+
     def reset(self, memories: Iterable[int]) -> None:
         """Stand-ins as they were at first."""
         for index in memories:
-            one = self._stand_ins[index]
-            one.begin()
-            if not one.small and one.scratched():  # otherwise its pages stay: to look at them again is cheap
-                self._arena.madvise(mmap.MADV_DONTNEED, one.start, -(-len(one.scratch) // PAGE) * PAGE)
+            self._stand_ins[index].reset()
 
     def scratch(self, index: int) -> Octets:
         """The bytes of one stand-in."""
@@ -109,52 +180,60 @@ class StandIns:
 
     def bring_home(self) -> list[Rebound]:
         """Slots whose tensors were replaced: their contents are copied into the stand-in, which they then use again."""
-        found: list[Rebound] = []
-        for slot, stand_in in self._by_slot():
-            now = slot.now()
+        rebound: list[Rebound] = []
+        for slot in self._slots:
+            now, stand_in = slot.now(), self._swaps[id(slot.tensor)].stand_in
             if now is slot.tensor and now.data_ptr() == stand_in.data_ptr() and now.stride() == stand_in.stride():
                 continue
             fits = isinstance(now, torch.Tensor) and now.shape == stand_in.shape and now.dtype == stand_in.dtype
-            found.append(Rebound(slot, fits))
+            rebound.append(Rebound(slot, fits))
             if fits:
                 words(stand_in).copy_(words(now))
-        for rebound in found:
-            rebound.slot.put(rebound.slot.tensor)
-        for tensor, _, stand_in in self._data if found else ():
-            tensor.data = stand_in
-        return found
+        for replaced in rebound:
+            replaced.slot.put(replaced.slot.tensor)
+        for swap in self._swaps.values() if rebound else ():
+            swap.tensor.data = swap.stand_in
+        return rebound
 
     def memory_of(self, slot: Slot) -> int:
         return self._of_slot[id(slot)]
-
-    def _by_slot(self) -> Iterable[tuple[Slot, torch.Tensor]]:
-        by_tensor = {id(tensor): stand_in for tensor, _, stand_in in self._data}
-        return [(slot, by_tensor[id(slot.tensor)]) for slot in self._slots]
-
-    def _swap(self, slot: Slot) -> None:
-        tensor, base = slot.tensor, self._stand_ins[self.memory_of(slot)].base
-        live = tensor.data
-        stand_in = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-            base.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
-        tensor.data = stand_in
-        self._data.append((tensor, live, stand_in))
 
     def _restore(self) -> None:
         for slot in self._slots:
             if slot.now() is not slot.tensor:
                 slot.put(slot.tensor)
-        for tensor, live, _ in self._data:
-            tensor.data = live
-        self._data.clear()
+        for swap in self._swaps.values():
+            swap.tensor.data = swap.live
+        self._swaps.clear()
 
 
-def _stand_ins(memories: Sequence[Memory]) -> tuple[list[StandIn], mmap.mmap]:
-    """One stand-in for each storage, and the arena in which they lie."""
+def _stand_ins(memories: Sequence[Memory]) -> list[StandIn]:
+    """One stand-in for each storage, all in one arena."""
     starts = [0, *accumulate(-(-len(memory.live) // PAGE) * PAGE for memory in memories)]
     arena = mmap.mmap(-1, max(starts[-1], PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
-    found = []
+    stand_ins = []
     for memory, start in zip(memories, starts, strict=False):
-        base = torch.frombuffer(arena, dtype=torch.uint8, count=len(memory.live), offset=start)
-        found.append(StandIn(memory, base.numpy(), base, start))
-    return found, arena
+        small = len(memory.live) <= SMALL_BYTES
+        stand_ins.append(StandIn.over(memory, arena, start, memory.live if small else None, copied=small))
+    return stand_ins
+
+
+@contextmanager
+def _noise(size_bytes: int) -> Iterator[int]:
+    """A file of random bits."""
+    with tempfile.TemporaryFile() as named:
+        file = os.memfd_create("noise") if hasattr(os, "memfd_create") else os.dup(named.fileno())
+        try:
+            for start in range(0, size_bytes, PAGE << 8):
+                os.write(file, random_octets(min(size_bytes - start, PAGE << 8), NOISE, start).data)
+            yield file
+        finally:
+            os.close(file)
+
+
+def _noisy(memory: Memory, file: int) -> StandIn:
+    """A stand-in over private pages of a file of random bits."""
+    size = max(len(memory.live), 1)
+    pages = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE | NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    origin = np.frombuffer(mmap.mmap(file, size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED), np.uint8)
+    return StandIn.over(memory, pages, 0, origin, copied=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -21,17 +21,19 @@ Make = Callable[[int], torch.Tensor]
 class Seen:
     """What a load was seen to do; memories by number.
 
-    written: by operators of this thread. rebound: slots that the loader gave new memory. values_read: operators that
-    took values of a source to Python.
+    written: by operators of this thread. read: by them, before they were written. rebound: slots that the loader gave
+    new memory. values_read: operators that took values of a source to Python.
     """
 
     written: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
     rebound: list[str] = field(default_factory=list)
     values_read: set[str] = field(default_factory=set)
     error: Exception | None = None
 
     def add(self, other: Seen) -> None:
         self.written |= other.written
+        self.read |= other.read
         self.rebound += other.rebound
         self.values_read |= other.values_read
         self.error = self.error or other.error
@@ -78,16 +80,30 @@ class Trial:
         seen.rebound = self._paths(rebound)
         seen.written = watch.written | self._memories_of(rebound)
         if settle is not None and seen.error is None:
-            with torch.no_grad(), watch:
-                self._engine.settle(self.modules_of({*settle, *seen.written}))
+            try:
+                with torch.no_grad(), watch:
+                    self._engine.settle(self.modules_of({*settle, *seen.written}))
+            except Exception as error:  # an engine's steps may raise anything
+                seen.error = error
             seen.written |= watch.written | self._memories_of(self._bring_home())
-        seen.values_read = watch.values_read
+        seen.values_read, seen.read = watch.values_read, watch.read
+        return seen
+
+    def settle(self, modules: Set[str]) -> Seen:
+        """Run the post-load steps of some modules, without a load."""
+        watch, seen = Watch(self.stand_ins.index, []), Seen()
+        try:
+            with torch.no_grad(), watch:
+                self._engine.settle(modules)
+        except Exception as error:  # an engine's steps may raise anything
+            seen.error = error
+        seen.written, seen.read = watch.written | self._memories_of(self._bring_home()), watch.read
         return seen
 
     def rebound(self) -> Seen:
         """What loads did that were not looked at; raises as `load`."""
         rebound = self._bring_home()
-        return Seen(self._memories_of(rebound), self._paths(rebound))
+        return Seen(self._memories_of(rebound), rebound=self._paths(rebound))
 
     def fill(self, memories: Iterable[int], seed: int) -> None:
         """Give stand-ins the contents that `prefill` defines."""
@@ -98,6 +114,12 @@ class Trial:
         """Give stand-ins the contents that `blank` defines."""
         for index in memories:
             self.stand_ins.scratch(index)[:] = blank(self.stand_ins.memories[index], number)
+
+    def idle(self, memories: Iterable[int], number: int, seen: Seen) -> set[int]:
+        """Memories that a load has not written, since they were wiped."""
+        unseen = {index for index in memories if index not in seen.written}
+        fills = {index: blank(self.stand_ins.memories[index], number) for index in unseen}
+        return {index for index in unseen if (self.stand_ins.scratch(index) == fills[index]).all()}
 
     def modules_of(self, memories: Iterable[int]) -> set[str]:
         """The modules that keep tensors in some memories."""

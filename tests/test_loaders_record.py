@@ -1,0 +1,81 @@
+"""What recording an engine costs, what it reads, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dcr.loaders import standin
+from dcr.loaders.engine import slots_of
+from dcr.loaders.record import Kind, record
+from dcr.schema import Schema, TensorSpec
+from dcr.testing.hostile import CASES, Model, ToyEngine, one_by_one, parameter
+from dcr.testing.stateful import STATEFUL
+
+
+def schema_of(shapes: dict[str, tuple[int, ...]]) -> Schema:
+    return Schema(tuple(TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()))
+
+
+def counted(change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[ToyEngine, Counter[str]]:
+    """An engine of four layers, and how often its loader has taken each tensor."""
+    taken: Counter[str] = Counter()
+
+    def load(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        taken[name] += 1
+        parameter(model, name).copy_(change(tensor))
+
+    layers = torch.nn.ModuleList([Model(w=(8, 8), v=(8,)) for _ in range(4)])
+    return ToyEngine(Model(layers=layers), one_by_one(load)), taken
+
+
+LAYERS = {f"layers.{i}.{name}": shape for i in range(4) for name, shape in {"w": (8, 8), "v": (8,)}.items()}
+
+
+@pytest.mark.parametrize(("change", "loads"), [(lambda tensor: tensor, 7), (lambda tensor: tensor + 1, 14)])
+def test_recording_takes_a_fixed_number_of_loads(change: Callable[[torch.Tensor], torch.Tensor], loads: int) -> None:
+    """One alone, one together, two digits and a complement, two certificates; more for what is made of values."""
+    engine, taken = counted(change)
+    record(engine, schema_of(LAYERS))
+    assert max(taken.values()) <= loads
+
+
+def test_a_large_table_that_a_loader_reads_is_found_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large stand-ins begin as empty pages: one that is read begins as a copy."""
+    monkeypatch.setattr(standin, "SMALL_BYTES", 0)
+    case = CASES["expert fan-out"]
+    shapes = {f"experts.{i}.w": (4, 6) for i in range(3)}
+    verdicts = record(case.make(), schema_of(shapes), waived={2}).verdicts
+    assert [verdict.kind for verdict in verdicts] == [Kind.BITS, Kind.BITS, Kind.SKIP]
+
+
+@pytest.mark.parametrize("name", [name for name, case in STATEFUL.items() if not case.refused])
+def test_what_is_large_is_recorded_as_what_is_small(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a loader reads besides is random bits in one of two trials, of whatever size it is."""
+    monkeypatch.setattr(standin, "SMALL_BYTES", 0)
+    case = STATEFUL[name]
+    schema = schema_of(dict(case.shapes))
+    found = {
+        spec.name: verdict.kind
+        for spec, verdict in zip(schema.tensors, record(case.make(), schema).verdicts, strict=True)
+    }
+    assert found == {spec.name: case.kinds.get(spec.name, Kind.BITS) for spec in schema.tensors}
+
+
+def test_stand_ins_of_noise_are_noise_and_return_to_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standin, "SMALL_BYTES", 64)
+    model = Model(torch.float32, large=(1 << 10,), small=(4,))
+    with standin.StandIns(slots_of(model)) as stand_ins:
+        before = [stand_ins.scratch(index).tobytes() for index in range(2)]
+        stand_ins.stage({0, 1})
+        noise = [stand_ins.scratch(index).tobytes() for index in range(2)]
+        assert not any(one == other for one, other in zip(before, noise, strict=True))
+        model.get_parameter("large").data.zero_()
+        stand_ins.reset({0})
+        assert model.get_parameter("large").data.numpy().tobytes() == noise[0]
+        stand_ins.stage()
+        assert [stand_ins.scratch(index).tobytes() for index in range(2)] == before
+        assert model.get_parameter("large").data.numpy().tobytes() == before[0]
