@@ -62,10 +62,24 @@ class publisher:  # noqa: N801 - reads as a function, as dcr.publisher does
         """See `dcr.Publisher.joined`."""
         self._portal.call(self._publisher.joined, members)
 
+    def dismiss(self, member: str) -> bool:
+        """See `dcr.Publisher.dismiss`."""
+        return self._portal.call(self._publisher.dismiss, member)
+
     @property
     def members(self) -> list[str]:
         """See `dcr.Publisher.members`."""
         return self._publisher.members
+
+    @property
+    def version(self) -> int | None:
+        """See `dcr.Publisher.version`."""
+        return self._publisher.version
+
+    @property
+    def head(self) -> int | None:
+        """See `dcr.Publisher.head`."""
+        return self._publisher.head
 
     def __enter__(self) -> publisher:
         self._portal, self._stack = _entered(self._publisher)

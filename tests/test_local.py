@@ -13,7 +13,7 @@ from unittest import mock
 import anyio
 import pytest
 
-from dcr.transports.local import LocalRun, LocalTransport, member
+from dcr.transports.local import LocalRun, LocalTransport, files, member
 from dcr.wire import Chunk, ChunkRef, Head, Identity, Join, MemberRef, Message, Open, Seal
 
 FIRST = Identity("run", 1, 1, 1)
@@ -152,3 +152,39 @@ async def test_a_directory_that_may_not_be_written_is_refused_at_once(shared: Pa
 async def test_a_file_in_the_place_of_a_directory_is_refused_with_who_writes_there(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     await require_noted(tmp_path / "file" / "run", NotADirectoryError)
+
+
+@pytest.fixture
+def hour_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This host's clock is an hour ahead of the file system's."""
+    real, real_ns = time.time, time.time_ns
+    monkeypatch.setattr(time, "time", lambda: real() + 3600)
+    monkeypatch.setattr(time, "time_ns", lambda: real_ns() + 3600 * 10**9)
+
+
+@pytest.mark.usefixtures("hour_off")
+async def test_who_lives_is_judged_by_the_clock_that_stamps_the_files(run: LocalRun) -> None:
+    async with run.member(REF) as link:
+        await link.send(Message(Join(REF, None)))
+        async with run.sender() as sender:
+            with anyio.fail_after(2):  # less than it takes to the next sign of life
+                assert (await sender.receive()).header == Join(REF, None)
+            assert await run.members() == [Join(REF, None)]
+
+
+async def test_a_member_gives_a_sign_of_life_to_a_new_publisher(run: LocalRun) -> None:
+    async with run.member(REF) as link:
+        await link.send(Message(Join(REF, None)))
+        (path,) = (run.root / "members").iterdir()
+        os.utime(path, (0, 0))  # as a host stamps it whose clock is far behind
+        _, tag = await run.ledger.read()
+        await run.ledger.swap(Head("run", 2, None, b""), tag)
+        with anyio.move_on_after(0.4):  # less than it takes to the next sign of life
+            await link.receive()
+        assert path.stat().st_mtime > 0
+
+
+def test_a_clock_leaves_nothing_behind_and_works_where_nothing_can_be_written(tmp_path: Path) -> None:
+    assert abs(files.clock(tmp_path) - time.time()) < 60
+    assert list(tmp_path.iterdir()) == []
+    assert abs(files.clock(tmp_path / "missing") - time.time()) < 60

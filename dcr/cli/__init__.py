@@ -122,6 +122,31 @@ def inspect_run(
     raise typer.Exit(0 if report.problem is None else 1)
 
 
+@main.command("dismiss")
+def dismiss_member(
+    url: Annotated[str, typer.Argument(metavar="RUN", help="The run's URL, such as local:///path/to/run.")],
+    member: Annotated[str, typer.Argument(help="The name of a member that is known to be dead.")],
+) -> None:
+    """Take a dead member out of a run, so that no vote waits for it.
+
+    Exit code: 0 if it was counted until now; 1 if no member of this name was; 2 if there is no such run.
+    """
+    from dcr.cli.dismiss import dismiss
+
+    try:
+        lives, others = anyio.run(dismiss, url, member)
+    except (DcrError, OSError) as error:
+        typer.echo(f"dcr dismiss: {error}", err=True)
+        raise typer.Exit(2) from None
+    if lives:
+        typer.echo(f"{member} takes no part in {url} any more")
+        return
+    typer.echo(
+        f"dcr dismiss: no member of {url} is called {member}; there are: {', '.join(others) or 'none'}", err=True
+    )
+    raise typer.Exit(1)
+
+
 @main.command("verify")
 def verify_checkpoint(
     url: Annotated[str, typer.Argument(metavar="RUN", help="The run's URL, such as local:///path/to/run.")],

@@ -31,6 +31,7 @@ from dcr.publish.leader import COMMIT_TIMEOUT_S, Call, Leader, Opened, Outcome
 from dcr.publish.meeting import Ranks
 from dcr.publish.part import Part, Shipped
 from dcr.publish.refit import Refit, Report
+from dcr.publish.retention import Retention
 from dcr.seams import BasedCodec, Codec, Writer
 from dcr.stages.compress import Compress
 from dcr.views import Lanes
@@ -48,7 +49,8 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
 class Flights:
     """Takes versions from the capture to the commit, one at a time.
 
-    leader: on the first rank only. head: as the ranks know it. broken: why there can be no further version.
+    leader: on the first rank only. head: what the head names, as the ranks know it. broken: why there can be no
+    further version.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Flights:
         operation: Operation,
         budget: ByteBudget,
         workers: int,
-        anchor_every: int | None,
+        retention: Retention,
         observe: Observer,
     ) -> None:
         self._ranks = ranks
@@ -71,10 +73,9 @@ class Flights:
         self._link = link
         self._leader = leader
         self._root = head.root
+        self.head = head.identity
         self._compress = partial(Compress, codec=codec, operation=operation, budget=budget, workers=workers)
-        self._anchor_every = anchor_every
-        self._anchors: list[int] = []
-        self._commits = 0
+        self._retention = retention
         self._observe = observe
         self.broken: Exception | None = None
 
@@ -122,7 +123,7 @@ class Flights:
         refit.finish(report, self._leader.awaited if self._leader else None)
         self._emit("committed", refit.version, nbytes=report.wire_bytes)
         try:
-            await self._anchor(identity, is_anchor=begun.base is None)
+            await self._keep(report)
         except Exception as error:  # the version is committed; only late joiners read more
             self._emit("anchor_failed", refit.version, detail=f"{type(error).__name__}: {error}")
 
@@ -235,22 +236,22 @@ class Flights:
                     self._part.drop()
                     raise
                 outcome = self._leader.outcome  # the head has moved, though not all ranks have heard of it
-            self._root = digest.root(self._target)
+            self._root, self.head = digest.root(self._target), identity
             await self._part.fold(identity)
             if self._leader is not None:
                 await self._leader.announce(identity)
         return outcome
 
-    async def _anchor(self, committed: Identity, *, is_anchor: bool) -> None:
+    async def _keep(self, report: Report) -> None:
         """Where it is due, store the committed bits whole beside their delta, and remove what nobody needs any more."""
-        self._commits += 1
-        if not is_anchor and self._anchor_every and self._commits % self._anchor_every == 0:
+        due, committed = self._retention.count(report.wire_bytes), report.identity
+        if not (report.is_anchor or due):
+            return
+        if not report.is_anchor:
             await self._store_anchor(msgspec.structs.replace(committed, attempt=committed.attempt + 1))
-            is_anchor = True
-        if is_anchor:
-            self._anchors.append(committed.version)
-            if self._anchor_every and self._leader is not None and len(self._anchors) > 1:
-                await self._leader.prune(self._anchors[-2])
+        below = self._retention.anchor(committed.version)
+        if below is not None and self._leader is not None:
+            await self._leader.prune(below)
 
     async def _store_anchor(self, identity: Identity) -> None:
         version = identity.version

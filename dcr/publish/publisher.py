@@ -25,11 +25,13 @@ from dcr.errors import StateError
 from dcr.frames import FRAME_ELEMS
 from dcr.observe import Event, Observer, ignore
 from dcr.patch import Operation
+from dcr.publish import dismissal
 from dcr.publish.flight import Flights
 from dcr.publish.leader import Leader, Standing
 from dcr.publish.meeting import Alone, Ranks
 from dcr.publish.part import Part, Plan, require_one_schema
 from dcr.publish.refit import Refit
+from dcr.publish.retention import Retention
 from dcr.seams import BasedCodec, Codec, Group, Run, Source, Stage, Transport, Writer
 from dcr.seams.required import require
 from dcr.views import Lanes
@@ -51,9 +53,10 @@ class Publisher:
     quorum: how many members that hold the base must prepare a version before it is committed, or "all" of them.
     vote_timeout_s: how long they may take, counted from the seal. stages: stages of your own between compress and
     transfer. frame_elems: elements per frame. workers: threads that compare, and as many that compress.
-    anchor_every: after every so many commits the committed bits are stored whole as well, so that a late joiner reads
-    few deltas; what lies before the last but one such anchor is removed. None: all versions are kept, and the first is
-    the only anchor.
+    anchor_every: after every so many commits the committed bits are stored whole as well, as an anchor, and what lies
+    before the last but one is removed, so that the store stays small and a late joiner reads few deltas. "auto": once
+    the deltas since the last anchor take as many bytes as it does, but not before 20 commits, and after 1,000 at the
+    latest. None: all versions are kept, and the first is the only anchor.
 
     Raises:
         TypeError: `source` is none: a bare module, for example. PluginError: the URL's scheme or the codec is unknown.
@@ -73,7 +76,7 @@ class Publisher:
         vote_timeout_s: float = 600.0,
         stages: Sequence[Stage[Any, Any]] = (),
         frame_elems: int = FRAME_ELEMS,
-        anchor_every: int | None = None,
+        anchor_every: int | Literal["auto"] | None = "auto",
         workers: int = 1,
         observe: Observer = ignore,
     ) -> None:
@@ -92,9 +95,9 @@ class Publisher:
             operation=operation,
             budget=budget or ByteBudget(256 * MiB),
             workers=workers,
-            anchor_every=anchor_every,
             observe=observe,
         )
+        self._anchor_every = anchor_every
         self._observe = observe
         self._life = Life("publisher", self._enter)
         self._leader: Leader | None = None
@@ -149,6 +152,18 @@ class Publisher:
         while len(roster) < members:
             await roster.news()
 
+    async def dismiss(self, member: str) -> bool:
+        """Take a member out of the run that is known to be dead, instead of waiting until it is missed.
+
+        It is asked no more, an open vote is decided without it, and `installed()` answers "dismissed" for it. One that
+        lives all the same takes part again as soon as it says something. False if none of this name took part.
+
+        Raises:
+            StateError: this is not the publisher's first rank. RemoteError, OSError: the run could not be told.
+        """
+        counted = self._led.roster.dismiss(member)
+        return await dismissal.dismiss(self._run, member) > 0 or counted
+
     @property
     def members(self) -> list[str]:
         """The members that take part now."""
@@ -158,6 +173,15 @@ class Publisher:
     def version(self) -> int | None:
         """The last committed version, None before the first."""
         identity = self._part.baseline.identity
+        return identity.version if identity else None
+
+    @property
+    def head(self) -> int | None:
+        """The version that the run's head names, None before the first one.
+
+        Greater than `version`, or not None where that is, if the run goes on from weights that this publisher lacks.
+        """
+        identity = self._flights.head if self._flights else None
         return identity.version if identity else None
 
     @property
@@ -270,7 +294,8 @@ class Publisher:
         await self._ranks.share("join", join, type(None))
         standing = await self._ranks.decide("start", lead, Standing)
         head, self._last_version = standing.head, standing.newest
-        self._flights = self._make_flights(self._ranks, self._part, link, self._leader, head)
+        retention = Retention(self._anchor_every, self._part.schema.nbytes)
+        self._flights = self._make_flights(self._ranks, self._part, link, self._leader, head, retention=retention)
         if head.identity is not None:
             self._last_version = max(self._last_version, head.identity.version)
             await self._resume(head)

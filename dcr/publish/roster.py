@@ -120,15 +120,25 @@ class Roster:
                 "and counts until its sign of life is too old, or two engines have one name; give each its own",
             )
 
-    def _leave(self, member: MemberRef) -> None:
+    def dismiss(self, name: str) -> bool:
+        """Every life of a member is known to be gone; whether one was counted."""
+        lives = [ref for ref in (*self.holds, *self._silent) if ref.member == name]
+        for ref in lives:
+            self._leave(ref, "dismissed")
+        self._tell()
+        return bool(lives)
+
+    def _leave(self, member: MemberRef, said: str = "left") -> None:
+        counted = member in self.holds or member in self._silent
         self.holds.pop(member, None)
         self._silent.discard(member)
         self._readers.discard(member)
         if self._votes is not None:
             self._votes.leave(member)
         for refit in self._refits.values():
-            refit.answer(member, Answer("left"))
-        self._emit("left", None, member)
+            refit.answer(member, Answer(said))
+        if counted:
+            self._emit(said, None, member)
 
     def _ack(self, ack: Ack) -> None:
         version = ack.identity.version

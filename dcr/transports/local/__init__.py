@@ -14,7 +14,6 @@ names it. Sides find each other's files by looking; nothing is ever appended to.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 import anyio.to_thread
 
 from dcr.errors import IncompleteError, LocalError
-from dcr.transports.local.files import Disk, listed, load, stamp
+from dcr.transports.local.files import Disk, clock, listed, load, stamp
 from dcr.transports.local.ledger import FileLedger
 from dcr.transports.local.member import MemberLink
 from dcr.transports.local.sender import SenderLink, WriterLink
@@ -73,8 +72,9 @@ class LocalRun:
 
     def _joins(self) -> list[Join]:
         joins = []
-        oldest_ns = time.time_ns() - int(self.stale_s * 1e9)
-        for path in sorted(path for path in listed(self.root / "members") if stamp(path)[1] >= oldest_ns):
+        folder = self.root / "members"
+        oldest_ns = int((clock(folder) - self.stale_s) * 1e9)
+        for path in sorted(path for path in listed(folder) if stamp(path)[1] >= oldest_ns):
             with suppress(IncompleteError):  # it left in this very moment
                 header = load(path).header
                 if isinstance(header, Join):

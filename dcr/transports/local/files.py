@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+import threading
+import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -80,6 +83,22 @@ def stamp(path: Path) -> tuple[int, int]:
     except FileNotFoundError:
         return 0, 0
     return found.st_ino, found.st_mtime_ns
+
+
+def clock(folder: Path) -> float:
+    """The time in seconds that a folder's file system stamps on what is written now: of its server, if it has one.
+
+    Another host's clock says nothing about a file's age. Where nothing can be written, this host's has to do.
+    """
+    probe = folder / f"clock.{os.getpid()}.{threading.get_ident()}{TEMPORARY}"
+    try:
+        probe.touch()
+        return probe.stat().st_mtime
+    except OSError:
+        return time.time()
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
 
 
 class Disk:

@@ -38,6 +38,7 @@ class MemberLink:
         self._seen: set[Path] = set()
         self._head: Identity | None = None
         self._votes = 0
+        self._term = -1
 
     async def __aenter__(self) -> MemberLink:
         await anyio.to_thread.run_sync(self._run.disk.make, self._run.root)
@@ -89,6 +90,10 @@ class MemberLink:
         head, _ = self._run.ledger.look()
         if head is None:
             return None
+        if head.term != self._term:  # a new publisher knows who lives by what changes, not by what clocks say
+            self._term = head.term
+            with suppress(OSError):
+                os.utime(self._join)
         if self._folder is not None:
             message = self._next_of(self._folder, head)
             if message is not None:

@@ -13,7 +13,7 @@ import anyio.to_thread
 from dcr import wire
 from dcr.errors import IncompleteError, LocalError
 from dcr.transports.local.desk import Desk
-from dcr.transports.local.files import chunk_name, folder_name, listed, load, stamp
+from dcr.transports.local.files import chunk_name, clock, folder_name, listed, load, stamp
 from dcr.wire import Abort, Chunk, Commit, Identity, Join, Leave, Message, Open, Seal
 
 if TYPE_CHECKING:
@@ -123,10 +123,11 @@ class SenderLink:
         except FileNotFoundError:
             return False
         now_s = time.monotonic()
-        age_s = max(0.0, time.time() - stamp / 1e9)  # for a file that was there before this publisher
-        beat, since_s = self._beats.get(path, (stamp, now_s - age_s))
-        if beat != stamp:
-            since_s = now_s
+        if path in self._beats:
+            beat, since_s = self._beats[path]
+            since_s = since_s if beat == stamp else now_s
+        else:  # it may have been there before this publisher
+            since_s = now_s - max(0.0, clock(self._members) - stamp / 1e9)
         self._beats[path] = stamp, since_s
         return now_s - since_s < self._run.stale_s
 
