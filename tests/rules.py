@@ -333,10 +333,11 @@ def ranks_compare_what_they_share(summed: Any) -> Any:
 
 @becomes(ranks, "_summed")
 def what_ranks_share_is_counted_once(summed: Any) -> Any:
-    def all_counted(parts: Any, numbers: Any, sums: Any) -> Any:
-        total = digest.zero(len(parts.layout.schema.tensors))
-        np.add.at(total, parts.tensor[np.concatenate(numbers)], np.concatenate(sums))
-        return total, summed(parts, numbers, sums)[1]
+    def all_counted(parts: Any, tensors: Any, numbers: Any, sums: Any) -> Any:
+        once, same = summed(parts, tensors, numbers, sums)
+        total = np.zeros_like(once)
+        np.add.at(total, np.searchsorted(tensors, parts.tensor[np.concatenate(numbers)]), np.concatenate(sums))
+        return total, same
 
     return all_counted
 

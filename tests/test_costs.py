@@ -18,6 +18,7 @@ from dcr.loaders.native import NativeLoader, NativeRank
 from dcr.patch import Change, Operation
 from dcr.placement import Place, Placement
 from dcr.schema import Schema, TensorSpec
+from dcr.subscribe.ranks import Ranks
 
 ELEMENTS = 6  # of each tensor
 
@@ -98,6 +99,18 @@ def test_a_look_at_where_weights_lie_asks_each_for_its_place_once(
         loader.epoch()
         calls.append(calls_of(loader.epoch))
     assert calls[1] - calls[0] <= 3 * 20
+
+
+def test_joining_ranks_costs_a_frame_what_is_in_it() -> None:
+    """Sums are made for the frame's tensors, not for all of the model's."""
+    count, cut = 30, 3
+    one = layout_of(count)
+    regions = one.specs[0].regions
+    layout = Layout(one.schema, tuple(FrameSpec("bfloat16", regions[at : at + cut]) for at in range(0, count, cut)))
+    ranks = Ranks([rank(count)])
+    ranks.bind(layout)
+    ready = ranks.prepare(7, change_of(cut))
+    assert ready.old_sums.base.shape == ready.new_sums.base.shape == (cut, 4)
 
 
 @pytest.mark.parametrize("partial", [False, True])

@@ -7,6 +7,7 @@ is copied to live memory. So live pointers stay, a load that fails has changed n
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
@@ -57,14 +58,20 @@ class Reloads:
         self._engine, self._schema, self._memories, self._record = engine, schema, memories, record
         self._canonical = canonical
         self._modules = [_Module(reload) for reload in record.reloads]
+        self._of_tensor: dict[int, list[_Module]] = defaultdict(list)
+        for module in self._modules:
+            for tensor in module.reload.tensors:
+                self._of_tensor[tensor].append(module)
+        self._kept: list[_Module] = []  # those with something `before`
         self._settled = False
         self._overwritten: list[Bits] | None = None  # constants' elements, as they were before
 
     def begin(self) -> None:
         """A version is prepared: the one before is installed everywhere, and will not be undone."""
         self._overwritten = None
-        for module in self._modules:
+        for module in self._kept:
             module.before = None
+        self._kept.clear()
 
     def check(self, tensors: Set[int]) -> None:
         """Before some tensors are written: the modules they belong to are what the last load left.
@@ -97,6 +104,7 @@ class Reloads:
                 contents = self._loaded(module.reload)
                 if module.before is None:
                     module.before = {i: self._memories[i].live.copy() for i in contents}, module.known
+                    self._kept.append(module)
                 self._write(module, contents)
             module.dirty = module.undone = module.checked = False
 
@@ -122,7 +130,10 @@ class Reloads:
             raise DigestMismatch("constants beside the weights are not what the engine's loader leaves there")
 
     def _of(self, tensors: Set[int]) -> list[_Module]:
-        return [module for module in self._modules if not tensors.isdisjoint(module.reload.tensors)]
+        """The modules that some tensors belong to; it costs what is asked of, not what there is."""
+        if not self._of_tensor:
+            return []
+        return list(dict.fromkeys(module for tensor in sorted(tensors) for module in self._of_tensor.get(tensor, ())))
 
     def _loaded(self, reload: Reload) -> dict[int, Octets]:
         """What the engine's own loader makes of some memories."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dcr import coverage, digest
+from dcr import coverage
 from dcr.boxes import Box, Dim
 from dcr.errors import DigestMismatch, SchemaError, StateError
 from dcr.frames import Layout, Region
@@ -66,13 +66,14 @@ class _Parts:
     """Who holds what of a layout.
 
     of_rank: for each rank, its parts as numbers into the P distinct ones. tensor: that of each part [P].
-    holders: for each frame, the ranks that hold some of its tensors.
+    holders: for each frame, the ranks that hold some of its tensors. tensors: its tensors, ascending.
     """
 
     layout: Layout
     of_rank: tuple[NDArray[np.int64], ...]
     tensor: NDArray[np.int64]
     holders: tuple[tuple[int, ...], ...]
+    tensors: tuple[NDArray[np.int64], ...]
 
 
 class Ranks:
@@ -124,13 +125,13 @@ class Ranks:
     def prepare(self, frame: int, change: Change) -> Joint:
         """See `dcr.seams.Loader.prepare`."""
         parts = self._parts
-        tensors, holders = list(parts.layout.frames[frame].tensors), parts.holders[frame]
+        holders = parts.holders[frame]
         readies = self._each(lambda rank: rank.prepare(frame, change), holders)
         numbers = [parts.of_rank[r][list(ready.parts)] for r, ready in zip(holders, readies, strict=True)]
-        old, same_old = _summed(parts, numbers, [ready.old_sums for ready in readies])
-        new, same_new = _summed(parts, numbers, [ready.new_sums for ready in readies])
-        agree = same_old and same_new and all(ready.copies_agree for ready in readies)
-        return Joint(frame, tuple(zip(holders, readies, strict=True)), old[tensors], new[tensors], agree)
+        sums = [np.hstack([ready.old_sums, ready.new_sums]) for ready in readies]
+        lanes, same = _summed(parts, parts.tensors[frame], numbers, sums)
+        agree = same and all(ready.copies_agree for ready in readies)
+        return Joint(frame, tuple(zip(holders, readies, strict=True)), lanes[:, :2], lanes[:, 2:], agree)
 
     def install(self, ready: Joint) -> None:
         """See `dcr.seams.Loader.install`; all ranks have ended when it returns or raises."""
@@ -156,7 +157,9 @@ class Ranks:
 
     def digest(self) -> Lanes:
         """See `dcr.seams.Loader.digest`."""
-        lanes, same = _summed(self._parts, self._parts.of_rank, self._each(lambda rank: rank.digest()))
+        parts = self._parts
+        every = np.arange(len(parts.layout.schema.tensors))
+        lanes, same = _summed(parts, every, parts.of_rank, self._each(lambda rank: rank.digest()))
         if not same:
             raise DigestMismatch("two ranks hold other bits of the same part of a tensor; seed this member anew")
         return lanes
@@ -230,12 +233,17 @@ def _install(rank: RankLoader[Any], shares: Sequence[RankReady]) -> None:
         rank.install(share)
 
 
-def _summed(parts: _Parts, numbers: Sequence[NDArray[np.int64]], sums: Sequence[Lanes]) -> tuple[Lanes, bool]:
-    """Digests [T, 2] of tensors from those of parts by rank, each part once; and whether all holders agree."""
+def _summed(
+    parts: _Parts, tensors: NDArray[np.int64], numbers: Sequence[NDArray[np.int64]], sums: Sequence[Lanes]
+) -> tuple[Lanes, bool]:
+    """Add up lanes [L] of parts by rank, each part once, to those of tensors; and say whether all holders agree.
+
+    tensors: ascending, all that the parts are of: a frame costs what is in it, however many tensors a model has.
+    """
     number, lanes = np.concatenate(numbers), np.concatenate(sums)
     _, first, inverse = np.unique(number, return_index=True, return_inverse=True)
-    total = digest.zero(len(parts.layout.schema.tensors))
-    np.add.at(total, parts.tensor[number[first]], lanes[first])
+    total = np.zeros((len(tensors), lanes.shape[1]), np.uint64)
+    np.add.at(total, np.searchsorted(tensors, parts.tensor[number[first]]), lanes[first])
     return total, bool((lanes == lanes[first][inverse]).all())
 
 
@@ -252,7 +260,7 @@ def _parts(layout: Layout, held: Sequence[Sequence[Region]]) -> _Parts:
     holders = tuple(
         tuple(r for r, some in enumerate(tensors) if not some.isdisjoint(frame.tensors)) for frame in layout.frames
     )
-    return _Parts(layout, of_rank, tensor, holders)
+    return _Parts(layout, of_rank, tensor, holders, tuple(np.array(frame.tensors, np.int64) for frame in layout.frames))
 
 
 def _canonical(region: Region) -> Region:
