@@ -23,6 +23,7 @@ from dcr.errors import SchemaError
 from dcr.frames import Layout
 from dcr.placement import Place, Placement
 from dcr.schema import WIDTHS, TensorSpec, waived
+from dcr.sources.names import hint
 from dcr.views import UNSIGNED, Bits
 
 Octets = NDArray[np.uint8]
@@ -127,7 +128,10 @@ def match(folder: Path, layout: Layout, entries: Sequence[Entry], waive: Sequenc
     for tensor, spec in enumerate(layout.schema.tensors):
         numbers = [rest.pop(name) for name in (spec.name, *spec.aliases) if name in rest]
         if not numbers:
-            raise SchemaError(f"{spec.name} is published and is not in the checkpoint")
+            raise SchemaError(
+                f"{spec.name} is published and is not in the checkpoint"
+                + hint(spec.name, [entry.spec.name for entry in entries], published=True)
+            )
         for number in numbers:
             _require_same(folder, spec, entries[number])
             places.append(Place(tensor, number, Box(0, 0, (Dim(spec.numel, 1, 1),))))

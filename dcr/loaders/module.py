@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ from dcr.placement import Place, Placement
 from dcr.ready import Ready
 from dcr.schema import patterns, waived
 from dcr.sources.homes import Homes
+from dcr.sources.names import hint
 from dcr.sources.state import require_named
 from dcr.sources.tensors import Tied, named, require_module, require_separate, storages_of, tensors_of
 from dcr.views import Bits, Lanes
@@ -52,7 +52,9 @@ class ModuleLoader:
         for tensor, spec in enumerate(layout.schema.tensors):
             found = sorted({by_name[name] for name in (spec.name, *spec.aliases) if name in by_name})
             if not found:
-                raise SchemaError(_unmatched(spec.name, by_name))
+                raise SchemaError(
+                    f"{spec.name} is published and has no place here{hint(spec.name, by_name, published=True)}"
+                )
             for number in found:
                 tied = tensors[number]
                 if number in owner:
@@ -113,7 +115,7 @@ class ModuleLoader:
             if number not in owner:
                 raise SchemaError(
                     f"{tied.name} is held here and not published: it would keep old bits for ever; "
-                    f"publish or waive it{self._waived_in_part(tied)}"
+                    f"publish or waive it{self._waived_in_part(tied)}{hint(tied.name, owner.values(), published=False)}"
                 )
 
     def _waived_in_part(self, tied: Tied) -> str:
@@ -126,9 +128,3 @@ class ModuleLoader:
 
 def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and (tensor.data_ptr(), tensor.shape) == (other.data_ptr(), other.shape)
-
-
-def _unmatched(name: str, known: dict[str, int]) -> str:
-    near = difflib.get_close_matches(name, known, n=3)
-    hint = f"; near names here: {', '.join(near)}" if near else ""
-    return f"{name} is published and has no place here{hint}"

@@ -15,7 +15,7 @@ from dcr.boxes import Box, Dim
 from dcr.errors import SchemaError, StateError
 from dcr.frames import Layout, Region
 from dcr.loaders.certify import Cast, cast_of, strided
-from dcr.loaders.engine import Engine, Memory, memories_of, slots_of
+from dcr.loaders.engine import Engine, Memory, Slot, memories_of, slots_of
 from dcr.loaders.probe import dtype_of, torch_of
 from dcr.loaders.record import Kind, Record, record
 from dcr.loaders.reload import Reloads
@@ -26,6 +26,7 @@ from dcr.ready import Ready
 from dcr.schema import Schema, TensorSpec, patterns
 from dcr.sources.bits import bits_of
 from dcr.sources.homes import Homes
+from dcr.sources.names import hint
 from dcr.sources.state import require_named
 from dcr.strips import Runs
 from dcr.views import UNSIGNED, Bits, Lanes
@@ -78,9 +79,9 @@ class NativeLoader:
         known = self._recorded is not None and self._recorded[:2] == (epoch, layout.schema.digest)
         waived = {tensor for tensor, spec in enumerate(layout.schema.tensors) if self._waived(spec.name)}
         found = self.record if known else record(self._engine, layout.schema, waived=waived)
-        self._require_taken(layout.schema, found)
+        self._require_taken(layout.schema, found, slots)
         memories = memories_of(slots_of(self._engine.module, self._waive))
-        self._require_published(memories, found)
+        self._require_published(layout.schema, memories, found)
         require_writable(extent_of(memories[index].path, memories[index].live) for index in sorted(_written(found)))
         self._binding = _Binding(self._engine, layout, memories, found, self._partial)
         self._recorded = (epoch, layout.schema.digest, found)
@@ -153,15 +154,16 @@ class NativeLoader:
 
     # ------------------------------------------------------------------ what is refused
 
-    def _require_taken(self, schema: Schema, found: Record) -> None:
+    def _require_taken(self, schema: Schema, found: Record, slots: Sequence[Slot]) -> None:
         """Every published tensor goes somewhere."""
         for spec, verdict in zip(schema.tensors, found.verdicts, strict=True):
             if verdict.kind is Kind.SKIP and not self._partial and not self._waived(spec.name):
                 raise SchemaError(
                     f"{spec.name} is published and goes nowhere here: {verdict.reason}; waive it if it may"
+                    + hint(spec.name, [slot.path for slot in slots if slot.saved], published=True)
                 )
 
-    def _require_published(self, memories: Sequence[Memory], found: Record) -> None:
+    def _require_published(self, schema: Schema, memories: Sequence[Memory], found: Record) -> None:
         """Every weight here is written by something that is published."""
         written = {home.memory for home in found.homes} | {m for reload in found.reloads for m in reload.memories}
         written |= {held.memory for held in found.constants}  # a bias that only the first of several ranks adds
@@ -171,6 +173,7 @@ class NativeLoader:
                     raise SchemaError(
                         f"{slot.path} is held here and nothing published goes there: "
                         "it would keep old bits for ever; publish or waive it"
+                        + hint(slot.path, [spec.name for spec in schema.tensors], published=False)
                     )
 
     def _waived(self, name: str) -> bool:
