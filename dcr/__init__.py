@@ -83,7 +83,7 @@ async def connect(
     url: str, *, role: Literal["sender", "member"], member: str = "", transport: Transport | None = None
 ) -> AsyncIterator[Link]:
     """A bare link to a run, for a pipeline of one's own. `member` names a member's side."""
-    chosen = transport or plugins.transport_for(url)
+    chosen = plugins.transport_for(url, transport)
     async with chosen.open(url) as run:
         side: AbstractAsyncContextManager[Link] = (
             run.sender() if role == "sender" else run.member(MemberRef(member, ""))

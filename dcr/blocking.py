@@ -4,43 +4,147 @@ with dcr.blocking.publisher("local:///run", source=dcr.source(model)) as publish
     refit = publisher.publish(version=1)
     publisher.captured()
     refit.committed()
+
+A wait that is given up, by its timeout_s or by KeyboardInterrupt, loses nothing: a later one goes on with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+import anyio
+from anyio.from_thread import BlockingPortal
 
+from dcr.closing import is_process, require_process
+from dcr.errors import StateError, TimedOut
 from dcr.publish import Answer, Report
 from dcr.publish import Publisher as AsyncPublisher
 from dcr.publish import Refit as AsyncRefit
+from dcr.seams.required import WAIT, judge
 from dcr.subscribe import Subscriber as AsyncSubscriber
 from dcr.subscribe import Version as AsyncVersion
 
+T = TypeVar("T")
+
+
+class Loop:
+    """An event loop in a thread, in which an end lives from its opening to its close.
+
+    The thread is a daemon, so that a program which forgets to close an end can exit; a run survives that, as it
+    survives a kill.
+    """
+
+    def __init__(self, end: AsyncPublisher | AsyncSubscriber) -> None:
+        self._end = end
+        self._kind = type(end).__name__.lower()
+        self._portal: BlockingPortal | None = None
+        self._thread: threading.Thread | None = None
+        self._pid: int | None = None
+
+    def open(self) -> None:
+        """Start the thread and open the end in it; raises what that raises."""
+        require_process(self._kind, self._pid)
+        if self._thread is not None:
+            raise StateError(f"this {self._kind} was opened before, and can be opened once: make a new one")
+        self._pid, started = os.getpid(), Future[BlockingPortal]()
+        self._thread = threading.Thread(target=anyio.run, args=(_serve, started), name=f"dcr.{self._kind}", daemon=True)
+        self._thread.start()
+        self._portal = started.result()
+        try:
+            self.call(self._end.open)
+        except BaseException:
+            self._stop()
+            raise
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the end and stop the thread. error: what ends the end's use, if it is an error: nothing is waited for.
+
+        Raises: what closing raises; StateError: this is a fork of the end's process, and nothing was done; unless an
+            error is on its way.
+        """
+        if error is not None and not is_process(self._pid):
+            return
+        require_process(self._kind, self._pid)
+        if self._portal is None:
+            return
+        try:
+            self.call(self._end.__aexit__, type(error) if error else None, error, None)
+        finally:
+            self._stop()
+
+    def call(self, call: Callable[..., Awaitable[T]], *args: Any, timeout_s: float | None = None, what: str = "") -> T:
+        """Call in the loop and wait for the result; returns or raises only once the call has ended.
+
+        Raises: what the call raises. StateError: the end is not open here. TimedOut: there was no result within
+            timeout_s. What interrupts the wait, such as KeyboardInterrupt, once the call has been cancelled.
+        """
+        judge(timeout_s=(timeout_s, WAIT))
+        require_process(self._kind, self._pid)
+        if self._portal is None:
+            raise StateError(
+                f"this {self._kind} was closed: make a new one"
+                if self._thread
+                else f"this {self._kind} is not open: use it within `with`, or call its open() first"
+            )
+        ended = threading.Event()
+
+        async def run() -> T:
+            try:
+                with anyio.move_on_after(timeout_s):
+                    return await call(*args)
+            finally:
+                ended.set()
+            raise TimedOut(f"waited {timeout_s:g} s for {what}, which goes on: call again to go on waiting for it")
+
+        future = self._portal.start_task_soon(run)
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():  # the wait was interrupted: weights may be being written until the call has ended
+                future.cancel()
+                ended.wait()
+            raise
+
+    def _stop(self) -> None:
+        portal, self._portal = self._portal, None
+        if portal is not None and self._thread is not None:
+            portal.start_task_soon(portal.stop, True)
+            self._thread.join()
+
+
+async def _serve(started: Future[BlockingPortal]) -> None:
+    async with BlockingPortal() as portal:
+        started.set_result(portal)
+        await portal.sleep_until_stopped()
+
 
 class Refit:
-    """`dcr.Refit`; every call blocks."""
+    """`dcr.Refit`; every call blocks, for no longer than timeout_s where that is given."""
 
-    def __init__(self, portal: BlockingPortal, refit: AsyncRefit) -> None:
-        self._portal = portal
+    def __init__(self, loop: Loop, refit: AsyncRefit) -> None:
+        self._loop = loop
         self._refit = refit
         self.version = refit.version
 
-    def captured(self) -> None:
+    def captured(self, *, timeout_s: float | None = None) -> None:
         """See `dcr.Refit.captured`."""
-        self._portal.call(self._refit.captured)
+        self._wait(self._refit.captured, timeout_s, "captured")
 
-    def committed(self) -> Report:
+    def committed(self, *, timeout_s: float | None = None) -> Report:
         """See `dcr.Refit.committed`."""
-        return self._portal.call(self._refit.committed)
+        return self._wait(self._refit.committed, timeout_s, "committed")
 
-    def installed(self) -> Mapping[str, Answer]:
+    def installed(self, *, timeout_s: float | None = None) -> Mapping[str, Answer]:
         """See `dcr.Refit.installed`."""
-        return self._portal.call(self._refit.installed)
+        return self._wait(self._refit.installed, timeout_s, "installed")
+
+    def _wait(self, call: Callable[[], Awaitable[T]], timeout_s: float | None, state: str) -> T:
+        return self._loop.call(call, timeout_s=timeout_s, what=f"version {self.version} to be {state}")
 
 
 class publisher:  # noqa: N801 - reads as a function, as dcr.publisher does
@@ -48,23 +152,32 @@ class publisher:  # noqa: N801 - reads as a function, as dcr.publisher does
 
     def __init__(self, url: str, **options: Any) -> None:
         self._publisher = AsyncPublisher(url, **options)
-        self._stack = ExitStack()
+        self._loop = Loop(self._publisher)
+
+    def open(self) -> publisher:
+        """See `dcr.Publisher.open`."""
+        self._loop.open()
+        return self
+
+    def close(self) -> None:
+        """See `dcr.Publisher.aclose`."""
+        self._loop.close()
 
     def publish(self, version: int | None = None) -> Refit:
         """See `dcr.Publisher.publish`."""
-        return Refit(self._portal, self._portal.call(self._publisher.publish, version))
+        return Refit(self._loop, self._loop.call(self._publisher.publish, version))
 
-    def captured(self) -> None:
+    def captured(self, *, timeout_s: float | None = None) -> None:
         """See `dcr.Publisher.captured`."""
-        self._portal.call(self._publisher.captured)
+        self._loop.call(self._publisher.captured, timeout_s=timeout_s, what="the last version to be captured")
 
-    def joined(self, members: int) -> None:
+    def joined(self, members: int, *, timeout_s: float | None = None) -> None:
         """See `dcr.Publisher.joined`."""
-        self._portal.call(self._publisher.joined, members)
+        self._loop.call(self._publisher.joined, members, timeout_s=timeout_s, what=f"{members} members to take part")
 
     def dismiss(self, member: str) -> bool:
         """See `dcr.Publisher.dismiss`."""
-        return self._portal.call(self._publisher.dismiss, member)
+        return self._loop.call(self._publisher.dismiss, member)
 
     @property
     def members(self) -> list[str]:
@@ -82,18 +195,17 @@ class publisher:  # noqa: N801 - reads as a function, as dcr.publisher does
         return self._publisher.head
 
     def __enter__(self) -> publisher:
-        self._portal, self._stack = _entered(self._publisher)
-        return self
+        return self.open()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.__exit__(kind, error, at)
+        self._loop.close(error)
 
 
 class Version:
     """`dcr.Version`; install blocks."""
 
-    def __init__(self, portal: BlockingPortal, version: AsyncVersion) -> None:
-        self._portal = portal
+    def __init__(self, loop: Loop, version: AsyncVersion) -> None:
+        self._loop = loop
         self._version = version
         self.number = version.number
         self.identity = version.identity
@@ -102,7 +214,7 @@ class Version:
 
     def install(self) -> None:
         """See `dcr.Version.install`."""
-        self._portal.call(self._version.install)
+        self._loop.call(self._version.install)
 
 
 class subscriber:  # noqa: N801
@@ -110,7 +222,17 @@ class subscriber:  # noqa: N801
 
     def __init__(self, url: str, **options: Any) -> None:
         self._subscriber = AsyncSubscriber(url, **options)
-        self._stack = ExitStack()
+        self._loop = Loop(self._subscriber)
+        self._given: AsyncVersion | None = None
+
+    def open(self) -> subscriber:
+        """See `dcr.Subscriber.open`."""
+        self._loop.open()
+        return self
+
+    def close(self) -> None:
+        """See `dcr.Subscriber.aclose`."""
+        self._loop.close()
 
     @property
     def version(self) -> int | None:
@@ -122,27 +244,29 @@ class subscriber:  # noqa: N801
         """See `dcr.Subscriber.may_serve`."""
         return self._subscriber.may_serve
 
+    def next(self, *, timeout_s: float | None = None) -> Version:
+        """Wait for the next version to install, for no longer than timeout_s; `next(versions)` waits without a limit.
+
+        Raises:
+            TimedOut: none was offered in time. StopIteration: there will be none. Else as `dcr.Subscriber`.
+        """
+        version = self._subscriber.offered
+        if version is None or version is self._given:  # else the wait that it answered was interrupted
+            try:
+                version = self._loop.call(self._subscriber.__anext__, timeout_s=timeout_s, what="the next version")
+            except StopAsyncIteration:
+                raise StopIteration from None
+        self._given = version
+        return Version(self._loop, version)
+
     def __iter__(self) -> Iterator[Version]:
         return self
 
     def __next__(self) -> Version:
-        try:
-            return Version(self._portal, self._portal.call(self._subscriber.__anext__))
-        except StopAsyncIteration:
-            raise StopIteration from None
+        return self.next()
 
     def __enter__(self) -> subscriber:
-        self._portal, self._stack = _entered(self._subscriber)
-        return self
+        return self.open()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.__exit__(kind, error, at)
-
-
-def _entered(end: AsyncPublisher | AsyncSubscriber) -> tuple[BlockingPortal, ExitStack]:
-    """An event loop in a thread, with the end entered in it; leaving the stack leaves both."""
-    with ExitStack() as stack:
-        portal = stack.enter_context(start_blocking_portal())
-        entered: AbstractContextManager[Any] = portal.wrap_async_context_manager(end)
-        stack.enter_context(entered)
-        return portal, stack.pop_all()
+        self._loop.close(error)

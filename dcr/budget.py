@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from numbers import Integral
 from types import TracebackType
 
 import anyio
 
 from dcr.errors import BudgetError, StateError
+from dcr.seams.required import instance, judge
 
 GiB = 1 << 30
 MiB = 1 << 20
@@ -32,6 +34,7 @@ class ByteBudget:
     """At most `limit` bytes leased at a time; leases are granted in the order they were asked for."""
 
     def __init__(self, limit: int) -> None:
+        judge(limit=(limit, instance(Integral, "256 * dcr.MiB")))
         if limit <= 0:
             raise BudgetError(f"a byte budget must be positive, got {limit}")
         self.limit = limit

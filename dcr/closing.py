@@ -76,7 +76,7 @@ class Life:
         self._kind = kind
         self._enter = enter
         self._task: asyncio.Task[None] | None = None
-        self._pid = os.getpid()
+        self._pid: int | None = None  # of the process that opened it
         self._opened, self._leaving, self._ended = anyio.Event(), anyio.Event(), anyio.Event()
         self._error: Exception | None = None
         self._raised = False
@@ -97,7 +97,7 @@ class Life:
                 f"a {self._kind} lives on an event loop of asyncio (or uvloop), and none runs here: "
                 f"use asyncio.run or anyio.run, or take dcr.blocking.{self._kind}"
             ) from None
-        scope = anyio.CancelScope()
+        self._pid, scope = os.getpid(), anyio.CancelScope()
         self._task = loop.create_task(self._live(scope), name=f"dcr.{self._kind}")
         try:
             await self._opened.wait()
@@ -125,20 +125,12 @@ class Life:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process that made the end, and no fork of it."""
-        return os.getpid() == self._pid
+        """Whether this is the process that opened the end, and no fork of it."""
+        return is_process(self._pid)
 
     def require_here(self) -> None:
-        """A fork has no threads or tasks of its parent: what waits for them would wait for ever.
-
-        Raises:
-            StateError: this is another process than the end's.
-        """
-        if not self.is_here:
-            raise StateError(
-                f"this {self._kind} belongs to process {self._pid}, and this is process {os.getpid()}, forked from it: "
-                f"make a {self._kind} in this process, or start it by 'spawn'"
-            )
+        """Refuse to be used in a fork; raises as `require_process`."""
+        require_process(self._kind, self._pid)
 
     def require_open(self) -> None:
         """The end can be used.
@@ -183,6 +175,24 @@ class Life:
             await contexts.close(raised)
         if raised is not None:
             raise raised
+
+
+def is_process(pid: int | None) -> bool:
+    """Whether this process has this id; None is every one's."""
+    return pid is None or pid == os.getpid()
+
+
+def require_process(kind: str, pid: int | None) -> None:
+    """Refuse an end in a fork, which has no threads or tasks of its parent: a wait for them would not end.
+
+    Raises:
+        StateError: the end was opened in another process; names both.
+    """
+    if not is_process(pid):
+        raise StateError(
+            f"this {kind} belongs to process {pid}, and this is process {os.getpid()}, forked from it without its "
+            f"threads: make a {kind} in this process, or start it by 'spawn'"
+        )
 
 
 async def outwait(event: anyio.Event) -> None:

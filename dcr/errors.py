@@ -33,6 +33,14 @@ class StateError(LocalError):
     """The call is not legal in the present state; the message names both."""
 
 
+class OptionError(LocalError, TypeError):
+    """An argument is not what it may be; the message says what may be written."""
+
+
+class TimedOut(LocalError, TimeoutError):
+    """What was waited for has not come in time; the wait can be taken up again."""
+
+
 class PluginError(LocalError):
     """An entry point is missing, ambiguous, or failed to load."""
 

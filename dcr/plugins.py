@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
+from dcr import urls
 from dcr.errors import PluginError
+from dcr.seams import Transport
+from dcr.seams.required import require
 
 GROUPS = ("dcr.transports", "dcr.loaders", "dcr.sources", "dcr.codecs")
 
@@ -56,18 +58,17 @@ def load(group: str, name: str, *, called: Mapping[str, str] | None = None) -> A
         raise PluginError(_broken(group, point, cause)) from cause
 
 
-def transport_for(url: str) -> Any:
-    """The transport that the scheme of a URL names.
+def transport_for(url: str, given: Any = None) -> Any:
+    """The transport that was given for a URL, or else the one that its scheme names.
 
     Raises:
-        PluginError: as `load`; also if the URL has no scheme. TypeError: it is no text.
+        PluginError: as `load`. Else as `dcr.urls.scheme_of`.
     """
-    if not isinstance(url, str):
-        raise TypeError(f"expected a URL as text, such as 'local:///path/to/run', found {url!r}")
-    scheme = urlsplit(url).scheme
-    if not scheme:
-        raise PluginError(f"expected a URL with a scheme, such as local:///path/to/run, found {url!r}")
-    return load("dcr.transports", scheme)
+    scheme = urls.scheme_of(url)
+    if given is None:
+        return load("dcr.transports", scheme)
+    require(given, Transport, "dcr.transports.local.LocalTransport()")
+    return given
 
 
 def _points(group: str) -> Sequence[EntryPoint]:

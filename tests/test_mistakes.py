@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from safetensors.torch import save_file
 
 import dcr
 import dcr.blocking
-from dcr.errors import LocalError, PluginError, SchemaError, StateError
+from dcr.errors import DcrError, LocalError, OptionError, PluginError, SchemaError, StateError
 from dcr.loaders.engine import Pairs
 from dcr.loaders.native import NativeLoader
 from dcr.observe import Event
 from dcr.subscribe.ranks import Ranks
+from dcr.testing.memory import MemoryTransport
+from dcr.transports.local import LocalTransport
 
 
 class Net(torch.nn.Module):
@@ -49,9 +52,9 @@ def test_what_is_no_dtype_is_refused_with_how_to_write_one() -> None:
         dcr.source(Net(), dtype=16)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", torch.complex64, {"layer.*": "bf16"}])
+@pytest.mark.parametrize("dtype", ["bf16", torch.qint8, {"layer.*": "bf16"}])
 def test_a_dtype_that_cannot_be_published_is_refused_with_those_that_can(dtype: Any) -> None:
-    with pytest.raises(SchemaError, match=r"bfloat16, float16, .*found (torch.complex64|'bf16')"):
+    with pytest.raises(SchemaError, match=r"bfloat16, float16, .*found (torch.qint8|'bf16')"):
         dcr.source(Net(), dtype=dtype)
 
 
@@ -145,8 +148,128 @@ def test_a_path_is_no_url(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quorum", ["most", -1, 0.5, True])
 def test_a_quorum_is_all_or_a_number_of_members(quorum: Any) -> None:
-    with pytest.raises(TypeError, match="expected a quorum of 'all' or a number of members"):
+    with pytest.raises(TypeError, match=r"expected 'all' or a number of members as quorum, found .*; write quorum=2"):
         dcr.publisher("local:///nowhere", source=dcr.source(Net()), quorum=quorum)
+
+
+SECONDS = "a number of seconds above 0"
+PUBLISHERS = {
+    "operation": (1, "a value of Operation"),
+    "budget": (1 << 20, "a value of ByteBudget, or None,"),
+    "vote_timeout_s": (0, SECONDS),
+    "stages": ("stage", "a list of stages"),
+    "frame_elems": (0, "a whole number of 1 or more"),
+    "anchor_every": (1.5, "'auto', None or a whole number of 1 or more"),
+    "workers": (0, "a whole number of 1 or more"),
+    "observe": (None, "a function that takes an event"),
+}
+SUBSCRIBERS = {
+    "codecs": ("fast", "a function from a codec's name to the codec"),
+    "budget": (0.5, "a value of ByteBudget, or None,"),
+    "fetch_timeout_s": ("600", SECONDS),
+    "workers": (True, "a whole number of 1 or more"),
+    "observe": (3, "a function that takes an event"),
+}
+
+
+@pytest.mark.parametrize("ends", [dcr, dcr.blocking], ids=["dcr", "blocking"])
+@pytest.mark.parametrize("option", PUBLISHERS)
+def test_an_option_of_a_publisher_is_judged_where_it_is_given(option: str, ends: Any) -> None:
+    wrong, expected = PUBLISHERS[option]
+    with pytest.raises(OptionError, match=rf"expected {expected}.* as {option}, found .*; write {option}="):
+        ends.publisher("local:///nowhere", source=dcr.source(Net()), **{option: wrong})
+
+
+@pytest.mark.parametrize("ends", [dcr, dcr.blocking], ids=["dcr", "blocking"])
+@pytest.mark.parametrize("option", SUBSCRIBERS)
+def test_an_option_of_a_subscriber_is_judged_where_it_is_given(option: str, ends: Any) -> None:
+    (wrong, expected), loader = SUBSCRIBERS[option], dcr.loader("module", Net())
+    with pytest.raises(OptionError, match=rf"expected {expected} as {option}, found .*; write {option}="):
+        ends.subscriber("local:///nowhere", loader=loader, member="a", **{option: wrong})
+
+
+@pytest.mark.parametrize(("option", "wrong"), [("anchor_every", -3), ("vote_timeout_s", float("nan")), ("stages", [3])])
+def test_a_number_out_of_range_or_a_list_of_something_else_is_no_option(option: str, wrong: Any) -> None:
+    with pytest.raises(OptionError, match=rf" as {option}, found "):
+        dcr.publisher("local:///nowhere", source=dcr.source(Net()), **{option: wrong})
+
+
+@pytest.mark.parametrize("option", ["group", "codec", "transport"])
+def test_a_part_without_its_verbs_is_refused_with_what_it_lacks(option: str) -> None:
+    with pytest.raises(OptionError, match=rf"expected a {option}, found int, which has no "):
+        dcr.publisher("local:///nowhere", source=dcr.source(Net()), **{option: 3})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (lambda: LocalTransport(poll_s=0), "poll_s"),
+        (lambda: LocalTransport(stale_s="30"), "stale_s"),  # type: ignore[arg-type]
+        (lambda: LocalTransport(fsync="no"), "fsync"),  # type: ignore[arg-type]
+        (lambda: dcr.stage(workers=0)(print), "workers"),
+        (lambda: dcr.stage(3), "function"),  # type: ignore[call-overload]
+        (lambda: dcr.Pipeline(print), "stages"),  # type: ignore[call-overload]
+        (lambda: dcr.Pipeline(dcr.stage(print), depth=-1), "depth"),
+        (lambda: dcr.ByteBudget("1 GB"), "limit"),  # type: ignore[arg-type]
+        (lambda: dcr.ByteBudget(1e9), "limit"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_stands_beside_the_ends_judges_its_options_too(make: Callable[[], object], option: str) -> None:
+    with pytest.raises(OptionError, match=rf"^expected .* as {option}, found .*; write {option}="):
+        make()
+
+
+# ---------------------------------------------------------------------- URLs
+
+URLS = {
+    "#1": r"found '#1' in .*: it would name the same run as without; write %23",
+    "?1": r"found '\?1' in .*: write %3F",
+    "\n": "no space at either end",
+    "\t1": "of printable characters",
+    " ": "no space at either end",
+    "%": "found a % that begins no escape",
+    "%2Fa": "found an escaped slash",
+    "%0a": "found an escaped slash or control character",
+    "%ff": "found escapes that are no UTF-8",
+    "/../b": r"found a '\.' or '\.\.'",
+    "/%2e/b": r"found a '\.' or '\.\.'",
+}
+
+
+@pytest.mark.parametrize("transport", [LocalTransport(), MemoryTransport()], ids=["local", "memory"])
+@pytest.mark.parametrize("end", URLS)
+async def test_what_a_url_cannot_mean_is_refused(end: str, transport: Any, tmp_path: Path) -> None:
+    url = f"{'local' if isinstance(transport, LocalTransport) else 'memory'}://{tmp_path}/run{end}"
+    for open_run in (
+        lambda: dcr.publisher(url, source=dcr.source(Net()), transport=transport).open(),
+        lambda: dcr.subscriber(url, loader=dcr.loader("module", Net()), member="a", transport=transport).open(),
+        lambda: dcr.connect(url, role="sender", transport=transport).__aenter__(),
+    ):
+        with pytest.raises(LocalError, match=URLS[end]):
+            await open_run()
+    assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [("local://host/run", "found the host 'host' in .*: write three slashes"), ("local://", "found no path")],
+)
+async def test_a_host_or_no_path_is_no_run(url: str, why: str) -> None:
+    with pytest.raises(LocalError, match=why):
+        await dcr.publisher(url, source=dcr.source(Net())).open()
+
+
+@pytest.mark.parametrize("url", ["/runs/a", "runs/a", "C:\\runs", "local:/runs/a", "local://[/a"])
+async def test_what_is_no_url_is_an_error_of_dcrs(url: str) -> None:
+    with pytest.raises(DcrError, match=r"local:///path/to/run"):
+        await dcr.publisher(url, source=dcr.source(Net())).open()
+
+
+async def test_an_escape_stands_for_its_character(tmp_path: Path) -> None:
+    for name in ("a%23b", "a b", "%C3%A9", "a%25"):
+        async with dcr.publisher(f"local://{tmp_path}/{name}", source=dcr.source(Net())):
+            pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a b", "a#b", "a%", "é"]  # noqa: ASYNC240
 
 
 # ---------------------------------------------------------------------- waived names

@@ -10,6 +10,7 @@ import anyio
 import anyio.to_thread
 
 from dcr.pipeline.queues import Inbox, Outbox, discard
+from dcr.seams.required import WHOLE, Rule, judge
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -23,6 +24,7 @@ class Drop:
 
 
 DROP: Final = Drop()
+FUNCTION = Rule("a function of one item", "describe", callable)
 
 
 async def serve(
@@ -86,6 +88,7 @@ class FunctionStage(Generic[A, B]):
     def __init__(
         self, function: Callable[[A], B | Drop | Awaitable[B | Drop]], *, workers: int = 1, name: str | None = None
     ) -> None:
+        judge(function=(function, FUNCTION), workers=(workers, WHOLE))
         self.function = function
         self.workers = workers
         self.name: str = name or str(getattr(function, "__name__", type(function).__name__))

@@ -20,6 +20,7 @@ from dcr.pipeline.functions import gather_bare
 from dcr.pipeline.meter import Meter
 from dcr.pipeline.queues import Inbox, Outbox, discard
 from dcr.seams import Stage
+from dcr.seams.required import COUNT, STAGES, judge
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -92,6 +93,7 @@ class Pipeline(Generic[First, Last]):
     def __init__(self, /, *stages: Stage[Any, Any], depth: int = 2) -> None:
         if not stages:
             raise StateError("a pipeline needs at least one stage; none was given")
+        judge(stages=(stages, STAGES), depth=(depth, COUNT))
         self._stages = stages
         self._depth = depth
 

@@ -6,6 +6,7 @@ for them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,7 +22,7 @@ from dcr import coverage, digest, plugins
 from dcr.budget import ByteBudget, MiB
 from dcr.choice import LEVELS, Chooser
 from dcr.closing import Contexts, Life
-from dcr.errors import StateError
+from dcr.errors import OptionError, StateError
 from dcr.frames import FRAME_ELEMS
 from dcr.observe import Event, Observer, ignore
 from dcr.patch import Operation
@@ -33,10 +34,26 @@ from dcr.publish.part import Part, Plan, require_one_schema
 from dcr.publish.refit import Refit
 from dcr.publish.retention import Retention
 from dcr.seams import BasedCodec, Codec, Group, Run, Source, Stage, Transport, Writer
-from dcr.seams.required import require
+from dcr.seams.required import (
+    COUNT,
+    OBSERVER,
+    QUORUM,
+    SECONDS,
+    STAGES,
+    WHOLE,
+    Rule,
+    instance,
+    is_whole,
+    judge,
+    optional,
+    require,
+)
 from dcr.views import Lanes
 from dcr.wire import Head
 
+ANCHORS = Rule(
+    "'auto', None or a whole number of 1 or more", "100", lambda every: every in ("auto", None) or is_whole(every, 1)
+)
 MAX_VERSION = (1 << 63) - 1  # numbers travel as integers of 64 bits
 
 
@@ -59,7 +76,8 @@ class Publisher:
     latest. None: all versions are kept, and the first is the only anchor.
 
     Raises:
-        TypeError: `source` is none: a bare module, for example. PluginError: the URL's scheme or the codec is unknown.
+        OptionError: `source` is none (a bare module, for example), or an option is not what it may be. LocalError: the
+            URL cannot be one run's alone. PluginError: its scheme or the codec is unknown.
     """
 
     def __init__(
@@ -81,9 +99,19 @@ class Publisher:
         observe: Observer = ignore,
     ) -> None:
         require(source, Source, "dcr.source(model)")
-        _require_quorum(quorum)
+        judge(
+            operation=(operation, instance(Operation, "dcr.Operation.STEP")),
+            budget=(budget, optional(instance(ByteBudget, "dcr.ByteBudget(256 * dcr.MiB)"))),
+            quorum=(quorum, QUORUM),
+            vote_timeout_s=(vote_timeout_s, SECONDS),
+            stages=(stages, STAGES),
+            frame_elems=(frame_elems, WHOLE),
+            anchor_every=(anchor_every, ANCHORS),
+            workers=(workers, WHOLE),
+            observe=(observe, OBSERVER),
+        )
         self._url = url
-        self._transport: Transport = transport or plugins.transport_for(url)
+        self._transport: Transport = plugins.transport_for(url, transport)
         self._ranks = Ranks(_group(group))
         self._make_part = partial(
             Part, source, stages=stages, frame_elems=frame_elems, workers=workers, observe=observe
@@ -116,8 +144,8 @@ class Publisher:
         `captured()` returns.
 
         Raises:
-            TypeError: the number is no int. StateError: it was used, or is none of a version. Any error of the version
-                before it that nobody has been told yet.
+            OptionError: the number is no int. StateError: it was used, or is none of a version; or the publisher is not
+                open. Any error of the version before it that nobody has been told yet.
         """
         if version is not None:
             _require_number(version)
@@ -148,6 +176,7 @@ class Publisher:
 
     async def joined(self, members: int) -> None:
         """Wait until at least so many members take part."""
+        judge(members=(members, COUNT))
         roster = self._led.roster
         while len(roster) < members:
             await roster.news()
@@ -324,6 +353,8 @@ class Publisher:
                 await flights.fly(refit)
             except Exception as error:
                 error.add_note(f"publishing version {refit.version}")
+                if not refit.waiting:
+                    _warn(refit.version, error)
                 refit.fail(error)
                 self._emit("failed", refit.version, detail=str(error))
             except BaseException:
@@ -335,14 +366,19 @@ class Publisher:
         self._observe(Event(name, version, **rest))
 
 
-def _require_quorum(quorum: int | Literal["all"]) -> None:
-    if quorum != "all" and (isinstance(quorum, bool) or not isinstance(quorum, int) or quorum < 0):
-        raise TypeError(f"expected a quorum of 'all' or a number of members, found {quorum!r}; write quorum=2")
+def _warn(version: int, error: Exception) -> None:
+    """Log an error that nobody waits for: whoever waits for a member to install the version would never learn of it."""
+    logging.getLogger("dcr").warning(
+        "version %d was given up (%s: %s); committed() raises this, or the next publish() does",
+        version,
+        type(error).__name__,
+        error,
+    )
 
 
 def _require_number(version: int) -> None:
     if isinstance(version, bool) or not isinstance(version, int):
-        raise TypeError(f"expected an int as the version's number, found {version!r}; write publish(version=3)")
+        raise OptionError(f"expected an int as the version's number, found {version!r}; write publish(version=3)")
     if not 0 <= version <= MAX_VERSION:
         raise StateError(f"expected a version's number from 0 to {MAX_VERSION}, found {version}")
 
@@ -355,12 +391,14 @@ def _group(group: Any) -> Group:
         from dcr.sources.group import TorchGroup
 
         return TorchGroup(group)
+    require(group, Group, "torch.distributed.new_group()")
     chosen: Group = group
     return chosen
 
 
 def _encoder(codec: str | Codec | BasedCodec) -> Codec | BasedCodec | Chooser:
     if not isinstance(codec, str):
+        require(codec, Codec, "'balanced'")
         return codec
     if codec in LEVELS:
         return Chooser(LEVELS[codec])

@@ -96,11 +96,15 @@ class Answer:
 
 
 class Refit:
-    """A version on its way. Every wait raises the error that ended it, if one did."""
+    """A version on its way. Every wait raises the error that ended it, if one did.
+
+    seen: whether somebody has been told how it ended. waiting: how many wait for it now.
+    """
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.seen = False  # somebody has been told how it ended
+        self.seen = False
+        self.waiting = 0
         self._captured = anyio.Event()
         self._ended = anyio.Event()
         self._installed = anyio.Event()
@@ -111,13 +115,17 @@ class Refit:
         self._awaited: set[MemberRef] = set()
 
     async def captured(self) -> None:
-        """Wait until the weights have been read: they may change from now on."""
-        await self._captured.wait()
-        self._raise_error()
+        """Wait until the weights have been read: they may change from now on.
+
+        An error that ended the version is not raised here once somebody has been told of it.
+        """
+        await self._until(self._captured)
+        if not self.seen:
+            self._raise_error()
 
     async def committed(self) -> Report:
         """Wait until the head names this version."""
-        await self._ended.wait()
+        await self._until(self._ended)
         self._raise_error()
         self.seen = True
         assert self._report is not None
@@ -130,7 +138,7 @@ class Refit:
         such a member does not serve this version.
         """
         report = await self.committed()
-        await self._installed.wait()
+        await self._until(self._installed)
         if self._abandoned is not None:
             raise self._abandoned
         voted = {member: Answer(said) for member, said in report.members.items()}
@@ -169,6 +177,11 @@ class Refit:
         if self._ended.is_set() and not self._awaited:
             self._installed.set()
 
+    def pass_over(self, member: MemberRef, version: int) -> None:
+        """For the publisher: a member has installed a later version, so it will not answer for this one."""
+        if member in self._awaited:
+            self.answer(member, Answer(f"passed over: it installed version {version} instead"))
+
     def abandon(self, error: Exception) -> None:
         """For the publisher: nobody will be heard any more."""
         if self._ended.is_set() and not self._installed.is_set():
@@ -179,6 +192,15 @@ class Refit:
     def settled(self) -> bool:
         """Every member that prepared it has answered."""
         return self._installed.is_set()
+
+    async def _until(self, event: anyio.Event) -> None:
+        """Wait for an event; where it has happened, without a chance to be cancelled: a wait of 0 s then succeeds."""
+        if not event.is_set():
+            self.waiting += 1
+            try:
+                await event.wait()
+            finally:
+                self.waiting -= 1
 
     def _raise_error(self) -> None:
         if self._error is not None:

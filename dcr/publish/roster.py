@@ -145,6 +145,8 @@ class Roster:
         if ack.kind == "installed":
             self.holds[ack.member] = ack.identity
             self._answer(version, ack.member, Answer("installed", ack.pause_s))
+            for earlier in filter(version.__gt__, self._refits):
+                self._refits[earlier].pass_over(ack.member, version)
             self._emit("installed", version, ack.member, pause_s=ack.pause_s)
             return
         if ack.member in self._silent and self._asked is not None and ack.identity == self._asked[0]:

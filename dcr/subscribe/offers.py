@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 import anyio
-import anyio.lowlevel
 
 from dcr.commit import Member
 from dcr.errors import BaseMismatch, IncompleteError, Poisoned, StateError, StorageRebound
@@ -30,7 +29,6 @@ class Offers:
 
     async def take(self) -> Version | None:
         """Wait for the next version; None if there will be none."""
-        await anyio.lowlevel.checkpoint()
         while self._waiting is None and not self._ended:
             await self._news.wait()
         # from here to the caller's own `return` nothing is awaited, so no cancellation can come between

@@ -19,10 +19,10 @@ from dcr import plugins
 from dcr.budget import ByteBudget, MiB
 from dcr.closing import Contexts, Life
 from dcr.commit import MAY_SERVE
-from dcr.errors import LocalError, StateError, StorageRebound
+from dcr.errors import LocalError, OptionError, StateError, StorageRebound
 from dcr.observe import Event, Observer, ignore
 from dcr.seams import BasedCodec, Codec, Loader, Releasing, Transport
-from dcr.seams.required import require
+from dcr.seams.required import OBSERVER, SECONDS, WHOLE, Rule, instance, judge, optional, require
 from dcr.subscribe.attempts import Attempts
 from dcr.subscribe.backlog import Backlog
 from dcr.subscribe.membership import Membership
@@ -32,6 +32,7 @@ from dcr.subscribe.version import Version
 from dcr.wire import Leave, MemberRef, Open
 
 LEAVE_TIMEOUT_S = 5.0
+FINDER = Rule("a function from a codec's name to the codec", "dcr.subscribe.rank.find_codec", callable)
 MAX_NAME_BYTES = 200  # once quoted: a transport may make a file's name of it, with its own marks behind
 
 
@@ -63,8 +64,15 @@ class Subscriber:
     ) -> None:
         require(loader, Loader, 'dcr.loader("module", model)')
         _require_name(member)
+        judge(
+            codecs=(codecs, FINDER),
+            budget=(budget, optional(instance(ByteBudget, "dcr.ByteBudget(256 * dcr.MiB)"))),
+            fetch_timeout_s=(fetch_timeout_s, SECONDS),
+            workers=(workers, WHOLE),
+            observe=(observe, OBSERVER),
+        )
         self._url = url
-        self._transport: Transport = transport or plugins.transport_for(url)
+        self._transport: Transport = plugins.transport_for(url, transport)
         self._observe = observe
         self._loader = loader
         self._life = Life("subscriber", self._enter)
@@ -202,7 +210,7 @@ class Subscriber:
 
 def _require_name(member: str) -> None:
     if not isinstance(member, str):
-        raise TypeError(f"expected a text as the member's name, found {member!r}; write member='rollout-0'")
+        raise OptionError(f"expected a text as the member's name, found {member!r}; write member='rollout-0'")
     if not member or not member.isprintable() or len(quote(member, safe="")) > MAX_NAME_BYTES:
         raise LocalError(
             f"expected a member's name of printable characters, 1 to {MAX_NAME_BYTES} bytes long once quoted as in a "

@@ -19,12 +19,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, S
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import anyio
 import anyio.lowlevel
 
-from dcr import wire
+from dcr import urls, wire
 from dcr.errors import IncompleteError, LocalError
 from dcr.wire import Abort, Ack, Chunk, Commit, Head, Identity, Join, Leave, MemberRef, Message, Nack, Open, Seal
 
@@ -40,10 +39,7 @@ class MemoryTransport:
     @asynccontextmanager
     async def open(self, url: str) -> AsyncIterator[MemoryRun]:
         """See `dcr.seams.Transport.open`."""
-        parts = urlsplit(url)
-        if parts.scheme != "memory" or parts.netloc or not parts.path.strip("/") or parts.query:
-            raise LocalError(f"expected a URL such as memory:///run-17, found {url!r}")
-        yield self._runs.setdefault(parts.path, MemoryRun())
+        yield self._runs.setdefault(urls.path_of(url, "memory"), MemoryRun())
 
 
 @dataclass(slots=True)

@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import anyio.to_thread
 
-from dcr.errors import IncompleteError, LocalError
+from dcr import urls
+from dcr.errors import IncompleteError
+from dcr.seams.required import FLAG, SECONDS, judge
 from dcr.transports.local.files import Disk, clock, listed, load, stamp
 from dcr.transports.local.ledger import FileLedger
 from dcr.transports.local.member import MemberLink
@@ -38,6 +39,7 @@ class LocalTransport:
     """
 
     def __init__(self, *, poll_s: float = 0.01, stale_s: float = 30.0, fsync: bool = True) -> None:
+        judge(poll_s=(poll_s, SECONDS), stale_s=(stale_s, SECONDS), fsync=(fsync, FLAG))
         self._poll_s = poll_s
         self._stale_s = stale_s
         self._fsync = fsync
@@ -45,10 +47,7 @@ class LocalTransport:
     @asynccontextmanager
     async def open(self, url: str) -> AsyncIterator[LocalRun]:
         """See `dcr.seams.Transport.open`."""
-        parts = urlsplit(url)
-        if parts.scheme != "local" or parts.netloc or not parts.path.startswith("/") or parts.query:
-            raise LocalError(f"expected a URL such as local:///path/to/run, found {url!r}")
-        root = Path(unquote(parts.path))
+        root = Path(urls.path_of(url, "local"))
         yield LocalRun(root, poll_s=self._poll_s, stale_s=self._stale_s, fsync=self._fsync)
 
 

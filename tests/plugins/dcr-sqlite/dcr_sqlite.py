@@ -39,7 +39,7 @@ class SqliteTransport:
     @asynccontextmanager
     async def open(self, url: str) -> AsyncIterator["SqliteRun"]:
         parts = urlsplit(url)
-        if parts.scheme != "sqlite" or parts.netloc or not parts.path.startswith("/"):
+        if parts.scheme != "sqlite" or parts.netloc + parts.query + parts.fragment or parts.path[:1] != "/":
             raise LocalError(f"expected a URL such as sqlite:///path/to/run.db, found {url!r}")
         with closing(_Rows(Path(unquote(parts.path)), self._fsync)) as rows:
             yield SqliteRun(rows, self._poll_s)
