@@ -13,6 +13,7 @@ import anyio
 import msgspec
 import typer
 
+from dcr.cli.text import printable
 from dcr.errors import DcrError, LocalError
 
 main = typer.Typer(
@@ -112,9 +113,8 @@ def inspect_run(
 
     try:
         report = anyio.run(examine, url)
-    except DcrError as error:
-        typer.echo(f"dcr inspect: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, NoRun | LocalError) else 1) from None
+    except (DcrError, OSError) as error:
+        raise _failure("inspect", error, 2 if isinstance(error, NoRun | LocalError | OSError) else 1) from None
     if as_json:
         _print_json(report)
     else:
@@ -136,8 +136,7 @@ def dismiss_member(
     try:
         lives, others = anyio.run(dismiss, url, member)
     except (DcrError, OSError) as error:
-        typer.echo(f"dcr dismiss: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise _failure("dismiss", error, 2) from None
     if lives:
         typer.echo(f"{member} takes no part in {url} any more")
         return
@@ -162,14 +161,19 @@ def verify_checkpoint(
 
     try:
         report = anyio.run(partial(examine, waive=tuple(waive or ())), url, checkpoint)
-    except DcrError as error:
-        typer.echo(f"dcr verify: {error}", err=True)
-        raise typer.Exit(2) from None
+    except (DcrError, OSError) as error:
+        raise _failure("verify", error, 2) from None
     if as_json:
         _print_json(report)
     else:
         typer.echo(render(report))
     raise typer.Exit(1 if report.differing else 0)
+
+
+def _failure(command: str, error: Exception, code: int) -> typer.Exit:
+    """Say what went wrong, in one line; the exit to raise."""
+    typer.echo(f"dcr {command}: {printable(str(error))}", err=True)
+    return typer.Exit(code)
 
 
 def _print_json(document: object) -> None:

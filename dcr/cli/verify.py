@@ -11,6 +11,7 @@ import numpy as np
 from dcr import digest, frames, plugins
 from dcr.chain import Stored
 from dcr.cli.inspect import NoRun
+from dcr.cli.text import printable
 from dcr.errors import DigestMismatch, LocalError, RemoteError, SchemaError, StateError
 from dcr.frames import Layout
 from dcr.loaders.checkpoint import entries_of, match, placement_of, stamp_of
@@ -98,7 +99,7 @@ def render(report: Report) -> str:
     """The report as text."""
     if not report.differing:
         return f"{report.checkpoint} is version {report.head}, the head of {report.url}, in every byte"
-    names = ", ".join(report.differing[:5]) + (" and others" if len(report.differing) > 5 else "")
+    names = ", ".join(map(printable, report.differing[:5])) + (" and others" if len(report.differing) > 5 else "")
     what = "is no stored version" if report.holds is None else f"is version {report.holds}"
     return (
         f"{report.checkpoint} {what} of {report.url}, whose head is {report.head}: "
