@@ -107,3 +107,7 @@ def of_rank(rank: int, kind: str, text: str) -> DcrError:
     if isinstance(known, type) and issubclass(known, DcrError):
         return known(f"rank {rank}: {text}")
     return RankError(f"rank {rank}: {kind}: {text}")
+
+
+class StaleCopyWarning(UserWarning):
+    """An engine computes with a copy of its weights that no install reaches."""

@@ -9,6 +9,7 @@ import torch
 
 from dcr.errors import SchemaError, StateError
 from dcr.frames import Layout
+from dcr.loaders.copies import warn_of_copies
 from dcr.loaders.writable import extent_of, require_writable
 from dcr.patch import Change
 from dcr.placement import Place, Placement
@@ -68,6 +69,7 @@ class ModuleLoader:
                 places.append(Place(tensor, index[number], tied.box()))
         self._require_published(tensors, owner)
         require_writable(extent_of(tensors[number].name, storages[index[number]]) for number in owner)
+        warn_of_copies(self._module)
         self._placement = Placement(layout, storages, places)
         self._published = frozenset(published)
 

@@ -15,6 +15,7 @@ from dcr.boxes import Box, Dim
 from dcr.errors import SchemaError, StateError
 from dcr.frames import Layout, Region
 from dcr.loaders.certify import Cast, cast_of, strided
+from dcr.loaders.copies import warn_of_copies
 from dcr.loaders.engine import Engine, Memory, Slot, memories_of, slots_of
 from dcr.loaders.probe import dtype_of, torch_of
 from dcr.loaders.record import Kind, Record, record
@@ -82,6 +83,7 @@ class NativeLoader:
         self._require_taken(layout.schema, found, slots)
         memories = memories_of(slots_of(self._engine.module, self._waive))
         self._require_published(layout.schema, memories, found)
+        warn_of_copies(self._engine.module)
         require_writable(extent_of(memories[index].path, memories[index].live) for index in sorted(_written(found)))
         self._binding = _Binding(self._engine, layout, memories, found, self._partial)
         self._recorded = (epoch, layout.schema.digest, found)
