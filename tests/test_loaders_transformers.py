@@ -83,7 +83,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     def checkpoint(name: str) -> Path:
         if name not in made:
             made[name] = tmp_path_factory.mktemp("model")
-            AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16).save_pretrained(made[name])
+            model = AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16)
+            for path, buffer in model.named_buffers():
+                if path.endswith("e_score_correction_bias"):  # fp32 in checkpoints; transformers 5.19 makes it bf16
+                    buffer.data = buffer.data.float()
+            model.save_pretrained(made[name])
         return made[name]
 
     return checkpoint
