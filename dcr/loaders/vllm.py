@@ -19,6 +19,7 @@ import anyio.to_thread
 
 from dcr.errors import Poisoned, StateError
 from dcr.frames import Layout
+from dcr.loaders.vllm_pause import Pause
 from dcr.patch import Change
 from dcr.schema import patterns
 from dcr.subscribe import workers
@@ -26,6 +27,8 @@ from dcr.subscribe.ranks import Joint, Ranks
 from dcr.subscribe.version import Version
 from dcr.subscribe.workers import Worker
 from dcr.views import Lanes
+
+ASLEEP_POLL_S = 0.1
 
 
 def register() -> None:
@@ -40,7 +43,8 @@ class VllmLoader:
     """An async context manager, and within it a `dcr.seams.Loader` of all ranks of an engine.
 
     pause: what happens to requests that run when a version is installed: "keep" freezes them, and they go on with new
-    weights; "wait" lets them end; "abort" ends them. An `LLM` runs nothing between two calls and is not paused.
+    weights; "wait" lets them end; "abort" ends them. An `LLM` runs nothing between two calls and is not paused. An
+    engine that somebody else has paused stays paused.
     waive: patterns (as in fnmatch) of published names that this engine may not have. host: see
     `dcr.subscribe.workers.listening`.
     timeout_s: how long a worker may take for one answer; recording a model takes several loads of it.
@@ -59,7 +63,8 @@ class VllmLoader:
         timeout_s: float = 600.0,
     ) -> None:
         self._engine = engine
-        self._pause_mode = pause
+        self._pause = Pause(engine, mode=pause, timeout_s=timeout_s)
+        self._shown: str | None = None
         self._waive = list(patterns(waive))
         self._host = host
         self._timeout_s = timeout_s
@@ -90,6 +95,19 @@ class VllmLoader:
         for worker in self._workers:
             worker.close()
         self._ranks = None
+        await self._pause.end(resume=False)  # held until now only if it may hold half a version
+
+    async def awake(self) -> None:
+        """Wait until the engine's weights are awake: somebody may have put them to sleep."""
+        while True:
+            try:
+                await anyio.to_thread.run_sync(self._bound.require_awake)
+            except StateError:
+                if self._ranks is None:
+                    raise
+                await anyio.sleep(ASLEEP_POLL_S)
+            else:
+                return
 
     @asynccontextmanager
     async def updating(self, version: Version) -> AsyncIterator[None]:
@@ -97,6 +115,9 @@ class VllmLoader:
 
         If the install was undone, the engine goes on as before. If it has poisoned the member, the engine stays paused,
         and its model refuses to run, until a version has been installed.
+
+        Raises:
+            StateError: on entry, if the engine sleeps: nothing has been done; enter it again once it is awake.
         """
         if not self._updating:
             await self._begin()
@@ -117,15 +138,30 @@ class VllmLoader:
         if self._updating:
             self._bound.bind(layout)
             return
-        anyio.from_thread.run(self._pause)
+        self._bound.require_awake()
+        anyio.from_thread.run(self._pause.begin)
         try:
             self._bound.bind(layout)
         finally:
-            anyio.from_thread.run(self._go_on)
+            anyio.from_thread.run(self._pause.end)
 
     def epoch(self) -> bytes:
         """See `dcr.seams.Loader.epoch`."""
         return self._bound.epoch()
+
+    def mark(self) -> bytes:
+        """See `dcr.seams.Watching.mark`."""
+        return self._bound.mark()
+
+    def require_awake(self) -> None:
+        """See `dcr.seams.Watching.require_awake`."""
+        self._bound.require_awake()
+
+    def label(self, version: int) -> None:
+        """See `dcr.seams.Labelling.label`; within `updating` it is shown at the end, behind the flush of caches."""
+        self._shown = str(version)
+        if not self._updating:
+            anyio.from_thread.run(self._show)
 
     def prepare(self, frame: int, change: Change) -> Joint:
         """See `dcr.seams.Loader.prepare`."""
@@ -159,21 +195,14 @@ class VllmLoader:
 
     # ------------------------------------------------------------------ the engine
 
-    async def _pause(self) -> None:
-        if self._pauses:
-            await self._engine.pause_generation(mode=self._pause_mode, clear_cache=False)
-
-    async def _go_on(self) -> None:
-        if self._pauses:
-            await self._engine.resume_generation()
-
     async def _begin(self) -> None:
-        await self._pause()
+        await anyio.to_thread.run_sync(self._bound.require_awake)
+        await self._pause.begin()
         try:
             await self._all("start_weight_update")
         except BaseException:
             with anyio.move_on_after(self._timeout_s, shield=True):
-                await self._go_on()
+                await self._pause.end()
             raise
         self._updating = True
 
@@ -183,25 +212,27 @@ class VllmLoader:
         if version.installed:
             flushed = await _answer(self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
             if not flushed:
+                self._updating = False
+                await self._pause.end(resume=False)
                 raise StateError(
                     "vLLM did not reset its prefix cache: it stays paused; resume it if old KV is accepted"
                 )
             await _answer(self._core.reset_mm_cache())
             await _answer(self._core.reset_encoder_cache())
-            name = "update_weight_version" if self._pauses else "set_weight_version"
-            await _answer(getattr(self._core, name)(str(version.number)))
+        await self._show()
         self._updating = False
-        await self._go_on()
+        await self._pause.end()
+
+    async def _show(self) -> None:
+        """Set the weight version that vLLM notes beside every token."""
+        if self._shown is not None:
+            name = "update_weight_version" if self._pause.possible else "set_weight_version"
+            await _answer(getattr(self._core, name)(self._shown))
 
     async def _all(self, method: str, **arguments: Any) -> list[Any]:
         """Call a method of every worker; what each one returned."""
         answers: list[Any] = await _answer(self._core.collective_rpc(method, kwargs=arguments))
         return answers
-
-    @property
-    def _pauses(self) -> bool:
-        """An `LLM` is not paused: it runs only while it is called."""
-        return hasattr(self._engine, "pause_generation")
 
     @property
     def _core(self) -> Any:

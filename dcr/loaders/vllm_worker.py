@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -28,10 +29,12 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.utils import device_loading_context
 
-from dcr.errors import StateError
+from dcr.errors import SchemaError, StateError
+from dcr.frames import Layout, Region
 from dcr.loaders.engine import Pairs
 from dcr.loaders.native import NativeRank
 from dcr.loaders.session import Session
+from dcr.loaders.vllm_watch import Watch
 from dcr.subscribe import workers
 
 # Buffers that vLLM makes itself; a checkpoint may bring them (an fp8 KV cache's scales), and need not.
@@ -51,7 +54,8 @@ class VllmEngine:
     def load(self, pairs: Pairs) -> None:
         """See `dcr.loaders.engine.Engine.load`."""
         with self._as_loaded():
-            self.module.load_weights(list(pairs))
+            # Not the instance's own: there, what others load is counted (`dcr.loaders.vllm_watch`).
+            type(self.module).load_weights(self.module, list(pairs))
 
     def settle(self, modules: Set[str]) -> None:
         """See `dcr.loaders.engine.Engine.settle`: the order is vLLM's own, layers and then attention."""
@@ -96,6 +100,57 @@ class VllmEngine:
             yield
 
 
+class VllmRank:
+    """One vLLM worker as a `dcr.seams.RankLoader` that watches (`dcr.seams.Watching`)."""
+
+    def __init__(self, engine: VllmEngine, config: Any, watch: Watch, *, waive: Sequence[str]) -> None:
+        self._rank = rank = NativeRank(engine, waive=(*OWN, *waive))
+        self._config = config
+        self._watch = watch
+        self._waive = waive
+        self.epoch, self.prepare, self.install = rank.epoch, rank.prepare, rank.install
+        self.undo, self.settle, self.digest = rank.undo, rank.settle, rank.digest
+        self.require_awake = watch.require_awake
+
+    def bind(self, layout: Layout) -> Sequence[Region]:
+        """See `dcr.seams.RankLoader.bind`.
+
+        Raises:
+            StateError: the engine sleeps, or moves its experts about. SchemaError: a draft model would stay behind.
+        """
+        self._watch.require_awake()
+        if self._config.parallel_config.enable_eplb:
+            raise StateError(
+                "expected experts that stay where they are, found expert load balancing (enable_eplb): it moves them "
+                "while the engine runs, so that an update would go to the wrong one; make the engine without it"
+            )
+        self._require_followed()
+        return self._rank.bind(layout)
+
+    def mark(self) -> bytes:
+        """See `dcr.seams.Watching.mark`."""
+        return self._watch.mark
+
+    def _require_followed(self) -> None:
+        """Every weight of a draft model is one of the model's own, or is waived."""
+        draft = self._watch.worker.get_draft_model()
+        if not isinstance(draft, torch.nn.Module):
+            return
+        own = {parameter.untyped_storage().data_ptr() for parameter in self._watch.worker.get_model().parameters()}
+        names = [
+            f"draft.{name}"
+            for name, parameter in draft.named_parameters()
+            if parameter.untyped_storage().data_ptr() not in own
+        ]
+        names = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in self._waive)]
+        if names:
+            raise SchemaError(
+                f"{names[0]} and {len(names) - 1} other weights of the {type(draft).__name__} that drafts for "
+                "speculative decoding are not updated here: they would stay as they were loaded, and fewer and fewer "
+                'drafts would be accepted; make the engine without it, or say waive=["draft.*"] if they may'
+            )
+
+
 @dataclass
 class Told(WeightTransferInitInfo):  # type: ignore[misc]
     """What `init_weight_transfer_engine` says: where the member's process listens, its key in hex, names to waive."""
@@ -120,11 +175,16 @@ class Transfer(WeightTransferEngine):  # type: ignore[misc]
     _session: Session | None = None
     _connection: socket.socket | None = None
 
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._watch = Watch(vllm_config, model)
+
     def init_transfer_engine(self, init_info: Told) -> None:
         """Connect to the member's process, and serve it until it closes."""
         self.shutdown()
         engine = VllmEngine(self.model, self.vllm_config, self.device)
-        self._session = Session(NativeRank(engine, waive=(*OWN, *init_info.waive)), self.model)
+        rank = VllmRank(engine, self.vllm_config, self._watch, waive=init_info.waive)
+        self._session = Session(rank, self.model)
         self._connection = workers.connect(init_info.address)
         group = get_world_group()
         told = {"key": bytes.fromhex(init_info.key), "rank": group.rank_in_group, "world": group.world_size}
@@ -132,7 +192,12 @@ class Transfer(WeightTransferEngine):  # type: ignore[misc]
         threading.Thread(target=workers.serve, args=serving, kwargs=told, name="dcr-rank", daemon=True).start()
 
     def start_weight_update(self) -> None:
-        """Let the member's process write."""
+        """Let the member's process write.
+
+        Raises:
+            StateError: the engine sleeps.
+        """
+        self._joined.require_awake()
         self._joined.open()
 
     def finish_weight_update(self) -> None:

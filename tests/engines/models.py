@@ -101,3 +101,17 @@ class Trainer(torch.nn.Module):
         save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         json.loads((folder / "config.json").read_text())
         return folder
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """A tokenizer of single characters, beside a checkpoint."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = {"<unk>": 0, "<s>": 1, "</s>": 2} | {chr(code): code - 29 for code in range(32, 127)}
+    words = Tokenizer(models.WordLevel(characters, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return folder

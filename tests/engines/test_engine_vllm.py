@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,128 +11,21 @@ import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+from live import FAST, PROMPTS, running
 from models import FAMILIES, Trainer, make_checkpoint
 
 import dcr
 from dcr.errors import Poisoned, ReadBackError, SchemaError
-from dcr.transports.local import LocalTransport
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
-HERE = Path(__file__).parent
-FAST = LocalTransport(poll_s=0.01, fsync=False)
-PROMPTS = [[5, 6, 7, 8, 9], [100, 200, 300]]
 REFITS = 5
-SETTINGS: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "enforce_eager": True,
-    "max_model_len": 128,
-    "max_num_seqs": 4,
-    "skip_tokenizer_init": True,
-    "worker_extension_cls": "canonical_weights.Inspector",
-    "weight_transfer_config": {"backend": "dcr"},
-}
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM needs to run here, and its workers to find the tests' patch."""
-    for name, value in {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # there may be fewer cores than ranks, and others at work on them
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.syspath_prepend(str(HERE))
-
-
-def sampling(count: int) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-
-
-class Engine:
-    """An engine under test: one rank in this process (`LLM`), or several in worker processes (`AsyncLLM`)."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    async def ask(self, method: str, *args: Any) -> list[Any]:
-        """What a method of the inspector says in each worker."""
-        if hasattr(self.engine, "llm_engine"):
-            return self.engine.collective_rpc(method, args=args)
-        return await self.engine.collective_rpc(method, args=args)
-
-    async def tokens(self) -> list[list[int]]:
-        """What it generates, greedily."""
-        if hasattr(self.engine, "llm_engine"):
-            prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-            done = self.engine.generate(prompts, sampling(8), use_tqdm=False)
-            return [list(one.outputs[0].token_ids) for one in done]
-        return [await self.answer(prompt, 8) for prompt in PROMPTS]
-
-    async def answer(self, prompt: list[int], count: int) -> list[int]:
-        """What an `AsyncLLM` says to one prompt."""
-        async for one in self.engine.generate(
-            {"prompt_token_ids": prompt}, sampling(count), request_id=os.urandom(8).hex()
-        ):
-            last = one
-        return list(last.outputs[0].token_ids)
-
-    async def version(self) -> str:
-        """The version that it shows."""
-        if hasattr(self.engine, "llm_engine"):
-            return self.engine.get_weight_version()
-        return await self.engine.get_weight_version()
-
-
-@asynccontextmanager
-async def running(
-    checkpoint: Path, ranks: int, monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> AsyncIterator[Engine]:
-    settings = SETTINGS | {"tensor_parallel_size": ranks} | settings
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if ranks == 1 else "1")
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    if ranks == 1:
-        one = Engine(LLM(model=str(checkpoint), **settings))
-        try:
-            yield one
-        finally:
-            one.engine.llm_engine.engine_core.shutdown()
-            del one.engine
-            gc.collect()
-            cleanup_dist_env_and_memory()
-        return
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = AsyncEngineArgs(model=str(checkpoint), **settings)
-    one = Engine(AsyncLLM.from_engine_args(arguments))
-    try:
-        yield one
-    finally:
-        one.engine.shutdown()
-        del one.engine
-        gc.collect()
 
 
 def moved(before: list[dict[str, int]], after: list[dict[str, int]]) -> list[str]:
     """Tensors of any rank that do not lie where they lay; vLLM itself may move a rotary cache at its first request."""
     pairs = [(name, at, new[name]) for old, new in zip(before, after, strict=True) for name, at in old.items()]
     return sorted({name for name, then, now in pairs if then != now and "cos_sin_cache" not in name})
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
 
 
 def cases() -> list[Any]:

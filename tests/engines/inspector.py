@@ -1,9 +1,4 @@
-"""vLLM on a CPU with its weights as the checkpoint has them, and what tests ask its workers.
-
-On a GPU, vLLM keeps linear and expert weights in their parameters; its CPU backend repacks them into other memory.
-Under this module parameters stay as they were loaded: linear layers use them, and experts are packed at each call.
-Pass `canonical_weights.Inspector` as `worker_extension_cls`, so that workers import this before they make a model.
-"""
+"""What tests ask the workers of a vLLM engine, which keeps its weights canonical (`dcr.loaders.vllm_cpu`)."""
 
 from __future__ import annotations
 
@@ -16,35 +11,14 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers import utils
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts, cpu_prepack_moe_weight
 from vllm.model_executor.model_loader import get_model_loader
 
 from dcr.errors import ReadBackError
-
-apply_packed = CPUUnquantizedExperts.apply
-
-
-def keep_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
-    layer.cpu_linear = torch.nn.functional.linear
+from dcr.loaders.vllm_cpu import Canonical
 
 
-def keep_experts(self: Any, layer: torch.nn.Module) -> None:
-    self._use_zentorch = False
-
-
-def apply_plain(self: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, *rest: Any, **named: Any) -> None:
-    packed = [cpu_prepack_moe_weight(weight, self.isa) for weight in (w1, w2)]
-    apply_packed(self, output, hidden_states, *packed, *rest, **named)
-
-
-utils.dispatch_cpu_unquantized_gemm = keep_linear
-CPUUnquantizedExperts.process_weights_after_loading = keep_experts
-CPUUnquantizedExperts.apply = apply_plain
-
-
-class Inspector:
-    """Methods of a worker: `collective_rpc` finds them by name."""
+class Inspector(Canonical):
+    """Methods of a worker: `collective_rpc` finds them by name. Pass it as `worker_extension_cls`."""
 
     def differing(self, checkpoint: str) -> dict[str, Any]:
         """What differs between the live model and one that vLLM's own loader builds here from a checkpoint."""
