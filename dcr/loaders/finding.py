@@ -14,6 +14,8 @@ from dcr.fit import HOLE, fit
 from dcr.loaders.certify import Finding, Home
 from dcr.loaders.engine import Memory, Octets
 from dcr.loaders.probe import Numbering, blank
+from dcr.schema import words_of
+from dcr.sources.bits import name_of
 
 # A map of more boxes than this is a table, and has to hold so many elements a box.
 TABLE_BOXES = 64
@@ -48,12 +50,18 @@ def _fitted(
 ) -> tuple[tuple[Home, ...], str]:
     """The homes in one memory, and what is wrong if they are too many; numbers [elements of the memory] or HOLE."""
     shape = memory.slots[0].tensor.shape
+    if shape and len(numbers) % shape[-1]:  # its storage is not made of its rows
+        shape = torch.Size([len(numbers)])
     most = max(TABLE_BOXES, len(numbers) // TABLE_ELEMS)
     try:
         boxes = fit(numbers, shape, starts=numbering.firsts[:-1], most=most)
     except LayoutError as error:
         return (), str(error)
     homes = [Home(tensors[which], index, part.inverted()) for which, box in boxes for part in _injective(box)]
+    words = words_of(name_of(memory.dtype))
+    cut = {t for t, spec in zip(tensors, numbering.specs, strict=True) if words_of(spec.dtype) != words}
+    if any(home.tensor in cut for home in homes):
+        return (), f"a cast to {memory.dtype} changes how many words an element has"
     return tuple(homes), ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +29,11 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One canonical tensor's kind, and why it has no better one."""
+    """One canonical tensor's kind, and why it has no better one; error: what its loader raised."""
 
     kind: Kind
     reason: str = ""
+    error: Exception | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from dcr.loaders.engine import Engine, Memory, Slot, memories_of, slots_of
 from dcr.loaders.probe import dtype_of, torch_of
 from dcr.loaders.record import Kind, Record, record
 from dcr.loaders.reload import Reloads
+from dcr.loaders.trial import describe
 from dcr.loaders.writable import extent_of, require_writable
 from dcr.patch import Change
 from dcr.placement import Place, Placement, wanted
@@ -76,7 +77,7 @@ class NativeLoader:
         """See `dcr.seams.Loader.bind`. The engine's loader is tried out on stand-ins, unless that is known already."""
         require_named(self._engine.module, self._waive)
         slots = slots_of(self._engine.module, self._waive)
-        epoch = _digest(self._engine.fingerprint(), [(slot.path, _home(slot.tensor)) for slot in slots])
+        epoch = _digest(_fingerprint(self._engine), [(slot.path, _home(slot.tensor)) for slot in slots])
         known = self._recorded is not None and self._recorded[:2] == (epoch, layout.schema.digest)
         waived = {tensor for tensor, spec in enumerate(layout.schema.tensors) if self._waived(spec.name)}
         found = self.record if known else record(self._engine, layout.schema, waived=waived)
@@ -96,7 +97,7 @@ class NativeLoader:
 
         Other tensors may move: engines replace buffers of their own as they run.
         """
-        fingerprint, look = self._engine.fingerprint(), self._look
+        fingerprint, look = _fingerprint(self._engine), self._look
         if look is not None and look.fingerprint == fingerprint and look.homes.are_left():
             return look.epoch
         homes = self._homes()  # noted before all is looked at: what moves meanwhile is noticed at the next look
@@ -163,7 +164,7 @@ class NativeLoader:
                 raise SchemaError(
                     f"{spec.name} is published and goes nowhere here: {verdict.reason}; waive it if it may"
                     + hint(spec.name, [slot.path for slot in slots if slot.saved], published=True)
-                )
+                ) from verdict.error
 
     def _require_published(self, schema: Schema, memories: Sequence[Memory], found: Record) -> None:
         """Every weight here is written by something that is published."""
@@ -234,7 +235,7 @@ class _Binding:
     def _recall(self, place: Place, storage: Bits, cast: Cast) -> None:
         """What the canonical bits behind a cast may have been; if the cast lost some, the digest will say so."""
         stored = strided(storage, place.box, "here")
-        back = bits_of(torch_of(stored.reshape(-1), cast.target).to(cast.source))
+        back = bits_of(torch_of(np.ascontiguousarray(stored).reshape(-1), cast.target).to(cast.source))
         strided(self.shadows[place.tensor], place.box, "there")[...] = back.reshape(stored.shape)
 
 
@@ -249,6 +250,13 @@ def _shadow_places(tensor: int, spec: TensorSpec, storage: int, homes: Sequence[
     runs = wanted(homes).get(tensor)
     spans = [(0, spec.numel)] if runs is None else [(start, count) for start, count in runs.tolist()]
     return [Place(tensor, storage, Box(start, start, (Dim(count, 1, 1),))) for start, count in spans]
+
+
+def _fingerprint(engine: Engine) -> bytes:
+    try:
+        return engine.fingerprint()
+    except Exception as error:  # an adapter may raise anything
+        raise SchemaError(f"expected a fingerprint of the engine, which raises {describe(error)}") from error
 
 
 def _digest(*facts: object) -> bytes:

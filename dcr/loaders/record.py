@@ -25,7 +25,7 @@ from dcr.loaders.kinds import Constants, Kind, Record, Reload, Verdict
 from dcr.loaders.probe import Numbering, random_tensor
 from dcr.loaders.repeats import Group, Repeats, Unit, closed
 from dcr.loaders.standin import StandIns
-from dcr.loaders.trial import Seen, Trial
+from dcr.loaders.trial import Seen, Trial, describe
 from dcr.schema import Schema
 
 __all__ = ["Constants", "Kind", "Record", "Reload", "Verdict", "record", "units_of"]
@@ -81,7 +81,8 @@ class _Recorder:
                 everything = self._discover(range(len(self._specs)), self._aside | self._steady, whole=True)
             if everything is None:
                 raise SchemaError(
-                    f"the engine's loader can load neither the parts of this model nor all of it: {self._error!r}"
+                    "expected a loader that takes the parts of this model, or all of it at once; it raises "
+                    f"{describe(self._error)}"
                 ) from self._error
             self._record([everything], whole=True)
         return Record(
@@ -253,7 +254,7 @@ class _Recorder:
                 with self._reset(unit.touched):
                     repeats = Repeats(self._trial, unit, {}).again(group)
                 if not repeats:
-                    self._require_partial(group.reload.tensors[0], group.reason, whole=whole)
+                    self._require_partial(group.reload.tensors[0], group.reason, None, whole=whole)
                     return False
         return True
 
@@ -317,21 +318,25 @@ class _Recorder:
             )
             group = repeats.group(tensors, memories, reason)
             if group is None:
-                self._require_partial(min(tensors), reason, whole=whole)
+                self._require_partial(min(tensors), reason, repeats.error, whole=whole)
                 return None
             groups = [other for other in groups if not set(other.reload.tensors) <= set(group.reload.tensors)]
             groups.append(group)
         return groups
 
-    def _require_partial(self, tensor: int, reason: str, *, whole: bool) -> None:
+    def _require_partial(self, tensor: int, reason: str, error: Exception | None, *, whole: bool) -> None:
         """A load of the whole model must make the same each time; one of a part may depend on others."""
+        if whole and error is not None:
+            raise SchemaError(f"{self._specs[tensor].name}: {reason}; loading it raises {describe(error)}") from error
         if whole:
             raise SchemaError(f"{self._specs[tensor].name}: {reason}, and not the same each time it is loaded")
 
     def _judge(self, unit: Unit, findings: Sequence[Finding], groups: Sequence[Group], *, whole: bool) -> None:
         """Give every tensor its verdict."""
         for tensor in set(unit.members) - set(unit.tensors):
-            self._verdicts[tensor] = Verdict(Kind.SKIP, f"the loader does not take it: {self._alone[tensor].error!r}")
+            error = self._alone[tensor].error
+            reason = f"the loader does not take it: {describe(error)}"
+            self._verdicts[tensor] = Verdict(Kind.SKIP, reason, error and error.with_traceback(None))
         for group in groups:
             self._reloads.append(group.reload)
             for tensor in group.reload.tensors:

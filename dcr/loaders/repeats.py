@@ -50,12 +50,13 @@ class Group:
 class Repeats:
     """Trials of loads of one unit.
 
-    writers: which tensors write to each memory.
+    writers: which tensors write to each memory. error: what the last of them raised.
     """
 
     def __init__(self, trial: Trial, unit: Unit, writers: dict[int, set[int]]) -> None:
         self._trial, self._unit, self._writers = trial, unit, writers
         self._read: set[int] = set()
+        self.error: Exception | None = None
 
     def group(self, tensors: Set[int], memories: Set[int], reason: str) -> Group | None:
         """The fewest tensors, these among them, whose loads repeat; None if all of the unit do not."""
@@ -117,6 +118,7 @@ class Repeats:
         for _ in range(times):
             written.add(self._trial.load(tensors, self._values(VALUES), settle=self._unit.touched))
         self._read |= written.read
+        self.error = written.error
         return written.error is None and not self._trial.idle(self._unit.steady & set(memories), number, written)
 
     def _forget(self, tensors: Collection[int], seed: int) -> None:

@@ -183,9 +183,9 @@ class StandIns:
         rebound: list[Rebound] = []
         for slot in self._slots:
             now, stand_in = slot.now(), self._swaps[id(slot.tensor)].stand_in
-            if now is slot.tensor and now.data_ptr() == stand_in.data_ptr() and now.stride() == stand_in.stride():
+            if now is slot.tensor and _lies_where(now, stand_in):
                 continue
-            fits = isinstance(now, torch.Tensor) and now.shape == stand_in.shape and now.dtype == stand_in.dtype
+            fits = _fits(now, stand_in)
             rebound.append(Rebound(slot, fits))
             if fits:
                 words(stand_in).copy_(words(now))
@@ -205,6 +205,20 @@ class StandIns:
         for swap in self._swaps.values():
             swap.tensor.data = swap.live
         self._swaps.clear()
+
+
+def _fits(now: object, stand_in: torch.Tensor) -> bool:
+    """True if what a slot holds now can be copied to where its tensor lies."""
+    if not isinstance(now, torch.Tensor) or now.is_nested or now.layout != torch.strided or now.device.type != "cpu":
+        return False
+    overlaps = any(n > 1 and stride == 0 for n, stride in zip(stand_in.shape, stand_in.stride(), strict=True))
+    return now.shape == stand_in.shape and now.dtype == stand_in.dtype and not overlaps
+
+
+def _lies_where(now: torch.Tensor, stand_in: torch.Tensor) -> bool:
+    """True if a tensor still lies in its stand-in."""
+    dense = not now.is_nested and now.layout == torch.strided
+    return dense and now.data_ptr() == stand_in.data_ptr() and now.stride() == stand_in.stride()
 
 
 def _stand_ins(memories: Sequence[Memory]) -> list[StandIn]:

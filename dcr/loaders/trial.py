@@ -39,6 +39,14 @@ class Seen:
         self.error = self.error or other.error
 
 
+def describe(error: BaseException | None) -> str:
+    """An error of somebody else's code in words, even if its own words fail."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 class Trial:
     """An engine whose tensors lie in stand-ins, and the tensors of a schema to load into it.
 
@@ -134,7 +142,7 @@ class Trial:
         for one in rebound:
             if not one.fits:
                 raise SchemaError(
-                    f"loading gives {one.slot.path} another shape or dtype than {one.slot.dtype} "
+                    f"loading gives {one.slot.path} another shape, dtype or kind of memory than {one.slot.dtype} "
                     f"{tuple(one.slot.tensor.shape)}: an update in place is not possible"
                 )
         return rebound

@@ -135,6 +135,11 @@ def _vocabulary(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None
     target[len(tensor) :].fill_(0 if name == "embed" else float("-inf"))
 
 
+def _interleaved(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Gate and up projections, column by column."""
+    parameter(model, "w13")[:, 0 if name == "gate" else 1 :: 2].copy_(tensor)
+
+
 def _indexed(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     """By index tensors: rows in another order."""
     target = parameter(model, name)
@@ -328,6 +333,12 @@ CASES: Mapping[str, Case] = {
     "cast": _case(one_by_one(_plain), lambda: Model(torch.float32, b=(6,)), {"b": (6,)}, kinds={"b": CAST}),
     "narrowing cast": _case(
         one_by_one(_plain), lambda: Model(torch.float8_e5m2, b=(6,)), {"b": (6,)}, kinds={"b": CAST}
+    ),
+    "cast into every other element": _case(
+        one_by_one(_interleaved),
+        lambda: Model(torch.float32, w13=(4, 12)),
+        {"gate": (4, 6), "up": (4, 6)},
+        kinds={"gate": CAST, "up": CAST},
     ),
     "padded vocabulary": _case(
         one_by_one(_vocabulary), lambda: Model(embed=(12, 4), bias=(12,)), {"embed": (10, 4), "bias": (10,)}
