@@ -148,8 +148,8 @@ def test_a_full_disk_leaves_the_version_before_and_poisons_nobody(
 
     monkeypatch.setattr(shutil, "copyfile", fill)
     with pytest.raises(OSError, match="No space left"):
-        apply.install(loader, readies)
+        apply.install(loader, readies, loader.settle)
     assert (load(folder), sorted(path.name for path in folder.iterdir())) == (before, names)
     monkeypatch.undo()
-    apply.install(loader, readies)
+    apply.install(loader, readies, loader.settle)
     assert load(folder) != before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -170,10 +170,11 @@ def _require_base(seal: Seal, layout: Layout, *, held: Lanes, base: Lanes, old: 
         raise BaseMismatch(str(error)) from None
 
 
-def install(loader: Loader[Any], readies: Sequence[Undoable]) -> float:
+def install(loader: Loader[Any], readies: Sequence[Undoable], settle: Callable[[], None]) -> float:
     """Write everything that is ready and read it back; what fails half-way is undone. Runs in one worker thread.
 
-    Returns the seconds from the first write until the last module was up to date.
+    settle: brings what is made of the weights up to date, once they are written, or undone. Returns the seconds from
+    the first write until it has.
 
     Raises:
         Exception: what went wrong; live memory is as before.
@@ -189,18 +190,18 @@ def install(loader: Loader[Any], readies: Sequence[Undoable]) -> float:
             for ready in readies:
                 begun.append(ready)
                 loader.install(ready)
-        loader.settle()
+        settle()
     except BaseException as error:
-        _undo(loader, begun, error)
+        _undo(loader, begun, settle, error)
         raise
     return time.monotonic() - began_s
 
 
-def _undo(loader: Loader[Any], begun: Sequence[Undoable], cause: BaseException) -> None:
+def _undo(loader: Loader[Any], begun: Sequence[Undoable], settle: Callable[[], None], cause: BaseException) -> None:
     try:
         for ready in reversed(begun):
             loader.undo(ready)
-        loader.settle()
+        settle()
     except BaseException as error:
         error.add_note(f"while undoing an installation that failed with {cause!r}")
         raise Poisoned(

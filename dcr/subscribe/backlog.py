@@ -7,7 +7,7 @@ from contextlib import aclosing
 from functools import partial
 
 from dcr import chain
-from dcr.errors import BaseMismatch, DcrError, DigestMismatch, IncompleteError, RankError, StateError, StorageRebound
+from dcr.errors import BaseMismatch, DigestMismatch, IncompleteError, RankError, StateError, StorageRebound
 from dcr.seams import Store
 from dcr.subscribe.membership import Membership
 from dcr.subscribe.offers import Offers
@@ -108,7 +108,8 @@ class Backlog:
                     await member.rank.overwrite(link.opened, messages)
             pause_s = time.monotonic() - paused_s
             await member.rank.require_root(identity, links[-1].seal.root)
-        except (DcrError, OSError) as error:
+            await member.rank.refresh()
+        except Exception as error:  # of the store, of the engine, or of what its user makes of the weights
             await member.poison(identity, error)
             return error
         await member.installed(identity, links[-1].seal.root, began_s, pause_s)

@@ -67,8 +67,10 @@ class Rank:
         timeout_s: float,
         workers: int,
         observe: Observer,
+        after_install: Callable[[], object] | None = None,
     ) -> None:
         self._loader = loader
+        self._after_install = after_install
         self._budget = budget
         self._codecs = codecs
         self._timeout_s = timeout_s
@@ -211,7 +213,7 @@ class Rank:
 
     async def install(self, prepared: Prepared) -> float:
         """Write what is prepared; the seconds that this took. Raises as `dcr.stages.apply.install`."""
-        pause_s: float = await self._run(apply.install, self._loader, prepared.readies)
+        pause_s: float = await self._run(apply.install, self._loader, prepared.readies, self._settle)
         self._lanes = prepared.target
         return pause_s
 
@@ -239,6 +241,17 @@ class Rank:
                 f"found {found.hex()[:16] or 'copies that differ'}; "
                 "do not serve, the next version offered seeds it anew"
             )
+
+    async def refresh(self) -> None:
+        """Have what the user makes of the weights made anew, after a seed; raises what it raises."""
+        if self._after_install is not None:
+            await self._run(self._after_install)
+
+    def _settle(self) -> None:
+        """Bring up to date what is made of the weights: what the loader makes, and then what the user does."""
+        self._loader.settle()
+        if self._after_install is not None:
+            self._after_install()
 
     def _fetch(self, receipt: Receipt, receive: Receive, again: AskAgain | None) -> Fetch:
         return Fetch(receipt, self.layout, self._budget, receive=receive, again=again, timeout_s=self._timeout_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import iscoroutinefunction
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -32,6 +33,11 @@ from dcr.subscribe.version import Version
 from dcr.wire import Leave, MemberRef, Open
 
 LEAVE_TIMEOUT_S = 5.0
+HOOK = Rule(
+    "a function without arguments, which runs in a worker thread and not on the event loop,",
+    "engine.recompile",
+    lambda value: callable(value) and not iscoroutinefunction(value),
+)
 FINDER = Rule("a function from a codec's name to the codec", "dcr.subscribe.rank.find_codec", callable)
 MAX_NAME_BYTES = 200  # once quoted: a transport may make a file's name of it, with its own marks behind
 
@@ -42,7 +48,10 @@ class Subscriber:
     member: this engine's name among the run's members, printable and at most 200 bytes long once quoted as in a
     URL; no other live engine of the run may have it. transport: None finds one by the URL's scheme. codecs: a
     codec by its name. budget: bytes of encoded chunks in memory, 256 MiB by default. fetch_timeout_s: how long to
-    wait for the next piece of an attempt that has begun. workers: threads that decode.
+    wait for the next piece of an attempt that has begun. workers: threads that decode. after_install: a function
+    without arguments that makes anew what this engine keeps of its weights besides them, such as compiled or prepacked
+    copies. It is called within each install, in a worker thread, once the weights have been written and read back; an
+    error of it undoes the version (but poisons a seed), and it is called again after an undo.
 
     Raises:
         TypeError: `loader` is none: a bare module, for example. LocalError: `member` is no name. PluginError: the URL's
@@ -60,6 +69,7 @@ class Subscriber:
         budget: ByteBudget | None = None,
         fetch_timeout_s: float = 600.0,
         workers: int = 1,
+        after_install: Callable[[], object] | None = None,
         observe: Observer = ignore,
     ) -> None:
         require(loader, Loader, 'dcr.loader("module", model)')
@@ -69,6 +79,7 @@ class Subscriber:
             budget=(budget, optional(instance(ByteBudget, "dcr.ByteBudget(256 * dcr.MiB)"))),
             fetch_timeout_s=(fetch_timeout_s, SECONDS),
             workers=(workers, WHOLE),
+            after_install=(after_install, optional(HOOK)),
             observe=(observe, OBSERVER),
         )
         self._url = url
@@ -84,6 +95,7 @@ class Subscriber:
             timeout_s=fetch_timeout_s,
             workers=workers,
             observe=self._of_member,
+            after_install=after_install,
         )
         self._member: Membership | None = None
         self._offers: Offers | None = None
