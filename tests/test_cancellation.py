@@ -179,6 +179,48 @@ async def test_a_publisher_that_is_cancelled_at_any_await(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cancelling", [native, scoped])
+async def test_a_publisher_one_of_whose_waits_is_cancelled_goes_on(
+    tmp_path: Path, suspensions: Suspensions, cancelling: Any
+) -> None:
+    """The publisher lives in another task than its user: what was begun ends, and what was not can be begun again."""
+
+    async def at(n: int) -> bool:
+        trainer = trainer_of()
+        before = state(trainer)["w"]
+        rollout, budget = Rollout(Weights({"w": torch.zeros(ELEMS, dtype=torch.bfloat16)})), dcr.ByteBudget(1 << 20)
+        options = {"source": dcr.source(trainer), "transport": FAST, "budget": budget, "frame_elems": 32}
+        async with nothing_left(budget), running(tmp_path / str(n), [rollout]) as url:
+            async with dcr.publisher(url, **options) as publisher:
+                await publish(publisher, 1)
+                await rollout.reached(1)
+                refits: list[dcr.Refit] = []
+
+                async def user() -> None:
+                    await publisher.joined(1)
+                    refits.append(await publisher.publish(2))
+                    await publisher.captured()
+                    await refits[0].committed()
+                    await refits[0].installed()
+
+                second(trainer)
+                ended, cancel = cancelling(user)
+                suspensions.arm(n, cancel)
+                await ended
+                reached = suspensions.count >= n
+                suspensions.arm(-1, cancel)
+                refit = refits[0] if refits else await publisher.publish(2)
+                await refit.installed()
+                third(trainer, before)
+                await publish(publisher, 3)
+                await rollout.reached(3)
+            require_equal(rollout.module, state(trainer))
+        return reached
+
+    assert await every_await(at) > 10
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cancelling", [native, scoped])
 async def test_a_subscriber_that_is_cancelled_at_any_await(
     tmp_path: Path, suspensions: Suspensions, cancelling: Any
 ) -> None:

@@ -177,10 +177,11 @@ class Refit:
         if self._ended.is_set() and not self._awaited:
             self._installed.set()
 
-    def pass_over(self, member: MemberRef, version: int) -> None:
-        """For the publisher: a member has installed a later version, so it will not answer for this one."""
-        if member in self._awaited:
-            self.answer(member, Answer(f"passed over: it installed version {version} instead"))
+    def hold(self, member: MemberRef, version: int) -> None:
+        """For the publisher: a member holds this version or a later one, and will not answer for this one any more."""
+        if member in self._awaited and version >= self.version:
+            passed = f"passed over: it installed version {version} instead"
+            self.answer(member, Answer("installed" if version == self.version else passed))
 
     def abandon(self, error: Exception) -> None:
         """For the publisher: nobody will be heard any more."""

@@ -97,6 +97,8 @@ class Roster:
             case Join(member=member, holds=holds, reads_base=reads_base):
                 self._warn_of_twins(member)
                 self.holds[member] = holds
+                if holds is not None:  # its answer may have been lost, with the attempt that it was written to
+                    self._hold(member, holds.version)
                 (self._readers.add if reads_base else self._readers.discard)(member)
                 self._emit("joined", None, member, detail=str(holds or "nothing"))
             case Leave(member=member):
@@ -145,8 +147,7 @@ class Roster:
         if ack.kind == "installed":
             self.holds[ack.member] = ack.identity
             self._answer(version, ack.member, Answer("installed", ack.pause_s))
-            for earlier in filter(version.__gt__, self._refits):
-                self._refits[earlier].pass_over(ack.member, version)
+            self._hold(ack.member, version)
             self._emit("installed", version, ack.member, pause_s=ack.pause_s)
             return
         if ack.member in self._silent and self._asked is not None and ack.identity == self._asked[0]:
@@ -178,6 +179,11 @@ class Roster:
     def _answer(self, version: int, member: MemberRef, answer: Answer) -> None:
         if version in self._refits:
             self._refits[version].answer(member, answer)
+
+    def _hold(self, member: MemberRef, version: int) -> None:
+        """A member holds a version, so it answers for none before."""
+        for refit in self._refits.values():
+            refit.hold(member, version)
 
     def _tell(self) -> None:
         news, self._news = self._news, anyio.Event()
