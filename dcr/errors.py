@@ -46,7 +46,11 @@ class PluginError(LocalError):
 
 
 class StorageRebound(LocalError):
-    """A weight no longer lives where it lived when its placement was bound."""
+    """A weight no longer is what it was, or no longer lives where it lived, when its map was made."""
+
+
+class CopiesDiffer(LocalError):
+    """Ranks, or names on one rank, that hold the same elements hold different bits of them."""
 
 
 class RankError(LocalError):

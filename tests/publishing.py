@@ -17,19 +17,22 @@ from typing import Any
 
 import anyio
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from refits import FAST
 from sharded import Net, canonical, fsdp, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import dcr.blocking
-from dcr.errors import DcrError, LocalError
+from dcr.errors import DcrError, LocalError, StorageRebound
 from dcr.sources import dtensor
 from dcr.sources.bits import bits_of
 from dcr.sources.group import TorchGroup
+from dcr.sources.tensors import part_of
 from dcr.testing.faults import FaultyTransport, flip_one_chunk
 
 
@@ -216,6 +219,116 @@ def killed(where: str, doomed: int, silent: bool) -> None:
     record = {"said": said, "waited_s": time.monotonic() - began_s}
     (Path(where) / f"rank-{rank}.json").write_text(json.dumps(record))
     os._exit(0)  # torch would wait for the rank that is lost
+
+
+# ---------------------------------------------------------------------- copies, and storage that moves
+
+
+def ignored(net: nn.Module) -> None:
+    """FSDP2 is told to leave one parameter alone: every rank holds it whole, and nobody keeps it alike."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(net, mesh=mesh, ignored_params={net.up.weight})
+
+
+def untied(net: nn.Module) -> None:
+    """Two names of one parameter, replicated."""
+    net.head = nn.Linear(6, 7)
+    net.head.weight = net.embed.weight
+
+
+def part(side: Side) -> None:
+    """Rank 2 alone changes its copy by one bit."""
+    if dist.get_rank() == 2:
+        local_bits(side.net.up.weight)[13] ^= 1
+
+
+def untie(side: Side) -> None:
+    """On every rank the second name gets memory of its own, with another bit in it."""
+    other = side.net.embed.weight.detach().clone()
+    local_bits(other)[5] ^= 1
+    side.net.head.weight = nn.Parameter(other)
+
+
+def retie(side: Side) -> None:
+    side.net.head.weight = nn.Parameter(side.net.embed.weight.detach().clone())
+
+
+def join(side: Side) -> None:
+    """All have rank 0's copy again."""
+    dist.broadcast(side.net.up.weight.data, src=0)
+
+
+def local_bits(tensor: torch.Tensor) -> Any:
+    return part_of(tensor).detach().view(torch.int32).view(-1)
+
+
+def parted(
+    layout: Callable[[nn.Module], None], step: Callable[[Side], None], mend: Callable[[Side], None]
+) -> dict[str, Any]:
+    """Copies that part in version 2, and agree again in version 3; the heads that there were, and who was told what."""
+    side, where = Side(layout), folder()
+    told, differ, objects = "", [], list[int]()
+    with side.publisher(where) as publisher, side.engine(where) as versions:
+        for version, act in ((1, lambda _: None), (2, step), (3, mend)):
+            act(side)
+            dist.barrier()
+            before = sum(1 for path in where.rglob("*") if "2" in path.name)
+            refit = publisher.publish(version)
+            try:
+                refit.committed()
+            except DcrError as error:
+                told = f"{type(error).__name__}: {error}"
+                objects += [before, sum(1 for path in where.rglob("*") if "2" in path.name)]
+            else:
+                differ += side.differ(versions, side.full())
+    return {"told": told, "differ": differ, "objects": objects, "version": publisher._publisher.version}
+
+
+def copies() -> dict[str, dict[str, Any]]:
+    return {
+        "ignored": parted(ignored, part, join),
+        "replicated": parted(lambda net: None, part, join),
+        "names": parted(untied, untie, retie),
+    }
+
+
+def offload(net: nn.Module) -> None:
+    """Every shard to another place, as trainers do that keep weights elsewhere during a rollout."""
+    for tensor in (*net.parameters(), *net.buffers()):
+        local = part_of(tensor)
+        local.data = local.data.clone()
+
+
+def narrow(net: nn.Module) -> None:
+    """Rank 1's shard of one tensor becomes another dtype."""
+    if dist.get_rank() == 1:
+        local = part_of(net.up.weight)
+        local.data = local.data.bfloat16()
+
+
+def moved() -> dict[str, Any]:
+    """A trainer that moves its weights at each step; in version 3 rank 1 moves them into what cannot be published."""
+    side, where = Side(fsdp), folder()
+    told, differ, anchors = "", [], list[bool]()
+    with side.publisher(where) as publisher, side.engine(where) as versions:
+        for version in (1, 2, 3, 4):
+            publisher.captured()
+            train(side.net, steps=1)
+            offload(side.net)
+            if version == 3:
+                kept = part_of(side.net.up.weight).data.clone()
+                narrow(side.net)
+                with pytest.raises(StorageRebound) as caught:
+                    publisher.publish(version)
+                told = str(caught.value)
+                part_of(side.net.up.weight).data = kept
+            refit = publisher.publish(version)
+            if version == 4:  # the other order: the engine installs before the trainer asks
+                differ += side.differ(versions, side.full())
+            anchors.append(refit.committed().is_anchor)
+            if version != 4:
+                differ += side.differ(versions, side.full())
+    return {"told": told, "differ": differ, "anchors": anchors}
 
 
 # ---------------------------------------------------------------------- memory

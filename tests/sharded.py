@@ -152,18 +152,19 @@ def misplaced() -> dict[str, Any]:
         dtensor._along = honest
 
 
-def rebound() -> list[str]:
-    """What a source says when a shard no longer lies where it lay."""
+def rebound() -> dict[str, Any]:
+    """A shard that is replaced is bound again; what a source says when it becomes another."""
     net = Net(10, 5, tied=False)
     fsdp(net)
     source = dtensor.source(net)
-    source.storages()
-    net.up.weight = nn.Parameter(net.up.weight.detach().clone())
+    net.up.weight = nn.Parameter(net.up.weight.detach().clone() + 1)
+    found = assembled(source)["up.weight"].tolist() == canonical(net.up.weight, "float32")
+    net.up.weight = nn.Parameter(net.up.weight.detach().to(torch.float16))
     try:
         source.storages()
     except StorageRebound as error:
-        return [str(error)]
-    return []
+        return {"found": found, "said": str(error)}
+    return {"found": found, "said": ""}
 
 
 def flattened() -> list[str]:

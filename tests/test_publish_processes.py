@@ -73,6 +73,40 @@ def test_an_error_on_one_rank_is_told_on_all_and_the_next_version_works(size: in
         assert facts["goes_on_with"] == (5, False)
 
 
+@pytest.fixture(scope="module")
+def copies() -> list[dict[str, Any]]:
+    return run(3, publishing.copies)
+
+
+@pytest.mark.parametrize("case", ["ignored", "replicated"])
+def test_copies_that_differ_are_an_error_that_names_tensor_and_ranks(case: str, copies: Any) -> None:
+    """Rank 2 alone holds another bit, in the second version; the third is mended, and is a delta again."""
+    for facts in (rank[case] for rank in copies):
+        assert facts["told"].startswith("CopiesDiffer: ")
+        assert "up.weight on ranks 0, 1 against rank 2" in facts["told"]
+        assert "down.weight" not in facts["told"]
+        assert (facts["differ"], facts["version"]) == ([], 3)
+
+
+@pytest.mark.parametrize("case", ["ignored", "replicated", "names"])
+def test_nothing_is_published_of_copies_that_differ(case: str, copies: Any) -> None:
+    for before, after in (rank[case]["objects"] for rank in copies):
+        assert before == after
+
+
+def test_two_names_of_one_tensor_that_hold_different_bits_are_an_error(copies: Any) -> None:
+    for facts in (rank["names"] for rank in copies):
+        assert "embed.weight and head.weight are published as one tensor" in facts["told"]
+        assert (facts["differ"], facts["version"]) == ([], 3)
+
+
+def test_a_trainer_that_moves_its_weights_at_each_step_goes_on_and_is_told_at_publish_what_cannot_be() -> None:
+    for rank, facts in enumerate(run(2, publishing.moved)):
+        assert facts["told"].startswith(("" if rank == 1 else "rank 1: ") + "up.weight: expected torch.float32")
+        assert facts["differ"] == []
+        assert facts["anchors"] == [True, False, False, False]
+
+
 def test_no_rank_holds_more_than_its_baseline_the_budget_and_what_changed() -> None:
     """A quarter of a gigabyte over four ranks, and 64 MiB for what one chunk takes while it is made and written."""
     world, tensors, elems, budget_bytes = 4, 8, 16 * MiB, 32 * MiB

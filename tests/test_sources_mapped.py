@@ -62,7 +62,7 @@ def test_replicas_own_each_element_once_and_evenly(data: st.DataObject) -> None:
 
     def act(rank: Any) -> list[Piece]:
         held = [Piece(t, t, laid(shapes[t], orders[rank.rank][t], 3 * rank.rank)) for t in sequence[rank.rank]]
-        return shared(held, model, rank)
+        return shared(held, model, rank).owned
 
     owned = together(size, act)
     taken = sorted((piece.tensor, there) for some in owned for piece in some for _, there in expand(piece.box).tolist())
@@ -81,7 +81,7 @@ def test_holders_of_different_sets_share_each_set_among_themselves() -> None:
 
     def act(rank: Any) -> list[Piece]:
         half = Box(0, 4 * (rank.rank % 2), (Dim(4, 4, 8), Dim(4, 1, 1)))
-        return shared([Piece(0, 0, half), Piece(1, 1, Box(0, 0, (Dim(8, 1, 1),)))], model, rank)
+        return shared([Piece(0, 0, half), Piece(1, 1, Box(0, 0, (Dim(8, 1, 1),)))], model, rank).owned
 
     owned = together(4, act)
     elems = [[sum(piece.box.numel for piece in some if piece.tensor == t) for t in (0, 1)] for some in owned]
@@ -92,7 +92,7 @@ def test_a_region_that_one_rank_lists_twice_is_owned_once() -> None:
     """Copies on one rank, such as those of a tied embedding."""
     model = schema((6,))
     line = Box(0, 0, (Dim(6, 1, 1),))
-    owned = together(2, lambda rank: shared([Piece(0, 0, line), Piece(0, 1, line)], model, rank))
+    owned = together(2, lambda rank: shared([Piece(0, 0, line), Piece(0, 1, line)], model, rank).owned)
     assert [[piece.local for piece in some] for some in owned] == [[0], [0]]
     assert sum(piece.box.numel for some in owned for piece in some) == 6
 
@@ -100,7 +100,7 @@ def test_a_region_that_one_rank_lists_twice_is_owned_once() -> None:
 def test_wide_and_narrow_tensors_count_in_bytes() -> None:
     model = Schema((TensorSpec("wide", "float32", (4,)), TensorSpec("narrow", "bfloat16", (8,))))
     held = [Piece(0, 0, Box(0, 0, (Dim(4, 1, 1),))), Piece(1, 1, Box(0, 0, (Dim(8, 1, 1),)))]
-    owned = together(2, lambda rank: shared(held, model, rank))
+    owned = together(2, lambda rank: shared(held, model, rank).owned)
     assert [[(piece.tensor, piece.box.numel) for piece in some] for some in owned] == [[(0, 4)], [(1, 8)]]
 
 

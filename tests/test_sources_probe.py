@@ -319,13 +319,23 @@ def test_a_failing_exporter_gives_the_module_back() -> None:
     assert module.weight.data_ptr() == pointer
 
 
-def test_a_module_whose_tensor_moved_is_noticed() -> None:
+def test_a_module_whose_tensor_moved_is_bound_again_and_one_that_changed_is_noticed() -> None:
     module = nn.Linear(5, 4)
     source = probe.source(module, export=lambda t: iter(t.items()))
-    source.storages()
-    module.bias.data = module.bias.data.clone()
-    with pytest.raises(StorageRebound, match="bias"):
+    module.bias.data = module.bias.data.clone() + 1
+    assert assembled(source)["bias"].tolist() == bits_of(module.bias).tolist()
+    module.bias.data = torch.zeros(4, dtype=torch.float16)
+    with pytest.raises(StorageRebound, match=r"bias: expected torch\.float32"):
         source.storages()
+
+
+def test_an_export_reads_its_inputs_where_they_lie_now() -> None:
+    module = nn.Linear(5, 4)
+    source = probe.source(module, export=lambda t: ((name, tensor + 1) for name, tensor in t.items()))
+    before = [group.fingerprint() for group in source.residual]
+    module.bias.data = torch.ones(4)
+    assert [group.fingerprint() for group in source.residual] != before
+    assert assembled(source)["bias"].tolist() == bits_of(torch.full((4,), 2.0)).tolist()
 
 
 def test_numbers_past_one_digit_are_exact() -> None:

@@ -1,6 +1,8 @@
 """One version on its way: what all ranks of a publisher do together, from the capture to the commit.
 
-    begin    every rank looks at what its conversions read   sum of the baselines' digests = the head's, or an anchor
+    bind     every rank takes its weights as they lie now; an error here is one of `publish`
+    begin    every rank looks at what its conversions read, and at its copies of what others hold too
+             copies are equal; sum of the baselines' digests = the head's, or an anchor
     open     the first rank opens the attempt
     ship     every rank compares, compresses and sends what it owns
     seal     the first rank lists all chunks and the summed digests
@@ -27,6 +29,7 @@ from dcr.choice import Chooser
 from dcr.errors import Fenced, NotCommittedError, RanksLost, StateError, VoteError
 from dcr.observe import Event, Observer, Summary
 from dcr.patch import Operation
+from dcr.publish.copies import Detail, Root, differing, error_of
 from dcr.publish.leader import COMMIT_TIMEOUT_S, Call, Leader, Opened, Outcome
 from dcr.publish.meeting import Ranks
 from dcr.publish.part import Part, Shipped
@@ -39,10 +42,15 @@ from dcr.wire import ChunkRef, Head, Identity
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank starts from; stale: which residual groups must be converted; broken: why no version can follow."""
+    """Where a rank starts from.
+
+    stale: which residual groups must be converted. copies: what it holds of what others hold too. broken: why no
+    version can follow.
+    """
 
     base: Identity | None
     stale: tuple[bool, ...]
+    copies: tuple[Root, ...] = ()
     broken: str = ""
 
 
@@ -86,6 +94,8 @@ class Flights:
         """
         began_s, received_bytes = time.monotonic(), self._ranks.received_bytes
         try:
+            await self._ranks.share(f"bind {refit.version}", self._part.bind, type(None))
+            refit.mark_bound()
             begun = await self._begin(refit)
             opened = await self._open(refit, begun.base)
             identity, compress = opened.identity, self._compress(opened.identity, reads_base=opened.reads_base)
@@ -134,13 +144,17 @@ class Flights:
 
         async def look() -> Begun:
             broken = self._leader.broken if self._leader is not None else None
-            stale = tuple(await self._part.look())
-            return Begun(self._part.baseline.identity, stale, "" if broken is None else f"{broken!r}")
+            stale, held = tuple(await self._part.look()), await self._part.copies()
+            return Begun(self._part.baseline.identity, stale, held, "" if broken is None else f"{broken!r}")
 
         begun = await self._ranks.share(f"begin {refit.version}", look, Begun)
         if begun[0].broken:
             self.broken = StateError(f"this publisher cannot go on: {begun[0].broken}")
             raise self.broken
+        if parted := differing([one.copies for one in begun]):
+            look_closer = partial(self._part.details, parted)
+            details = await self._ranks.share(f"copies {refit.version}", look_closer, tuple[Detail, ...])
+            raise error_of(details, self._part.schema)
         lanes = await self._ranks.add(f"baseline {refit.version}", self._part.baseline.lanes)
         self._lanes, base = lanes, self._common_base(begun, lanes)
         if base is None:

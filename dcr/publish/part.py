@@ -20,6 +20,7 @@ from dcr.observe import Event, Observer, Summary
 from dcr.patch import Patch
 from dcr.pipeline import Pipeline
 from dcr.placement import canonical_table
+from dcr.publish.copies import Copies, Detail, Root
 from dcr.publish.refit import ResidualTensors
 from dcr.schema import Schema
 from dcr.seams import Residual, Source, Stage, Writer
@@ -84,6 +85,8 @@ class Part:
         self._observe = observe
         self._direct = frames.plan(source.schema, source.shards, frame_elems)
         self._tables = Tables(self._direct)
+        self._copies = Copies(source, frame_elems)
+        self._storages: Sequence[Bits] = ()  # while a version is captured
         self._groups = [(group, _plan(group, source.schema, frame_elems)) for group in source.residual]
         self._fingerprints: list[bytes] = []  # of what the conversions of the committed version have read
         self._found: list[bytes] = []  # of what they read now
@@ -130,12 +133,32 @@ class Part:
     def owns(self, frame: int) -> bool:
         return frame in self._own
 
+    async def bind(self) -> None:
+        """Take the weights as they lie now, for one version.
+
+        Raises:
+            StorageRebound: a weight is no longer what it was; nothing has changed here.
+        """
+        self._storages = await anyio.to_thread.run_sync(self._source.storages)
+
     async def look(self) -> list[bool]:
         """Per residual group: whether what its conversion reads differs from what it read for the committed version."""
         self._found = await anyio.to_thread.run_sync(self._look)
         if self.baseline.identity is None or not self._fingerprints:
             return [True] * len(self._found)
         return [one != other for one, other in zip(self._found, self._fingerprints, strict=True)]
+
+    async def copies(self) -> tuple[Root, ...]:
+        """What this rank's copies of elements hold, for the other ranks.
+
+        Raises:
+            CopiesDiffer: this rank itself holds some elements twice, and not alike.
+        """
+        return await anyio.to_thread.run_sync(self._copies.roots, self._storages)
+
+    async def details(self, differing: Sequence[bytes]) -> tuple[Detail, ...]:
+        """The same of some copies, tensor by tensor."""
+        return self._copies.details(differing)
 
     def _look(self) -> list[bytes]:
         return [group.fingerprint() for group, _ in self._groups]
@@ -177,23 +200,28 @@ class Part:
     async def ship(
         self, link: Writer, compress: Compress, stale: Sequence[bool], captured: Callable[[], None]
     ) -> tuple[Shipped, Summary]:
-        """Compare, convert what is stale, compress and send.
+        """Compare, convert what is stale, compress and send. `bind` comes first.
 
         Raises:
             StateError: a stage dropped chunks. Any error of a stage.
         """
         version, count = compress.identity.version, len(self._direct)
+
+        def read() -> None:
+            self._storages = ()  # nothing of the trainer's memory is kept between two versions
+            captured()
+
         conversions = [one for one, changed in zip(self._conversions, stale, strict=True) if changed]
         construct = Construct(
             self.baseline,
             self._direct,
-            self._source.storages(),
+            self._storages,
             first=self._own.start,
             tables=self._tables,
             conversions=conversions,
             workers=self._workers,
             audited=self._own.start + version % count if count else None,
-            captured=captured,
+            captured=read,
             is_dense=compress.is_dense,
         )
         refs, wire_bytes, summary = await self._send(construct, self._own[:count], link, compress)
@@ -239,6 +267,7 @@ class Part:
 
     def drop(self) -> None:
         """The version in flight is given up."""
+        self._storages = ()
         self.baseline.drop()
 
     async def fold(self, identity: Identity) -> None:

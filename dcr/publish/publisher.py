@@ -22,7 +22,7 @@ from dcr import coverage, digest, plugins
 from dcr.budget import ByteBudget, MiB
 from dcr.choice import LEVELS, Chooser
 from dcr.closing import Contexts, Life
-from dcr.errors import OptionError, StateError
+from dcr.errors import DcrError, OptionError, StateError
 from dcr.frames import FRAME_ELEMS
 from dcr.observe import Event, Observer, ignore
 from dcr.patch import Operation
@@ -140,12 +140,15 @@ class Publisher:
     async def publish(self, version: int | None = None) -> Refit:
         """Begin to publish the weights as they are now; returns once the version before it has ended.
 
+        Storage that moved since the last version is looked up here, on all ranks.
+
         version: greater than every one before it; None takes the next number. Do not change the weights before
         `captured()` returns.
 
         Raises:
             OptionError: the number is no int. StateError: it was used, or is none of a version; or the publisher is not
-                open. Any error of the version before it that nobody has been told yet.
+                open. StorageRebound: a weight is no longer what it was, on some rank; names it; nothing was opened. Any
+                error of the version before it that nobody has been told yet.
         """
         if version is not None:
             _require_number(version)
@@ -163,7 +166,14 @@ class Publisher:
                 )
             refit = Refit(number)
             self._requests.send_nowait(refit)  # there is room: the version before has ended
+            before = self._last_version, self._refit
             self._last_version, self._refit = number, refit
+            try:
+                await refit.bound()
+            except DcrError:
+                if refit.ended:  # nothing was opened: the number is free, and the next call may work
+                    self._last_version, self._refit = before
+                raise
             return refit
 
     async def captured(self) -> None:

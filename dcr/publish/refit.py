@@ -105,6 +105,8 @@ class Refit:
         self.version = version
         self.seen = False
         self.waiting = 0
+        self.was_bound = False
+        self._bound = anyio.Event()
         self._captured = anyio.Event()
         self._ended = anyio.Event()
         self._installed = anyio.Event()
@@ -113,6 +115,12 @@ class Refit:
         self._abandoned: Exception | None = None
         self._late: dict[MemberRef, Answer] = {}
         self._awaited: set[MemberRef] = set()
+
+    async def bound(self) -> None:
+        """For the publisher: wait until every rank has taken its weights as they lie now."""
+        await self._until(self._bound)
+        if not self.was_bound:
+            self._raise_error()
 
     async def captured(self) -> None:
         """Wait until the weights have been read: they may change from now on.
@@ -148,6 +156,11 @@ class Refit:
     def ended(self) -> bool:
         return self._ended.is_set()
 
+    def mark_bound(self) -> None:
+        """For the publisher."""
+        self.was_bound = True
+        self._bound.set()
+
     def mark_captured(self) -> None:
         """For the publisher."""
         self._captured.set()
@@ -166,7 +179,7 @@ class Refit:
         if self._ended.is_set():
             return
         self._error = error
-        for event in (self._captured, self._ended, self._installed):
+        for event in (self._bound, self._captured, self._ended, self._installed):
             event.set()
 
     def answer(self, member: MemberRef, answer: Answer) -> None:

@@ -14,7 +14,7 @@ from dcr.seams.loader import (
     Undoable,
     Watching,
 )
-from dcr.seams.source import Group, Residual, Source
+from dcr.seams.source import Copy, Group, Replicated, Residual, Source, Twins
 from dcr.seams.stage import Stage
 from dcr.seams.transport import Ledger, Link, Run, Store, Transport, Writer
 
@@ -22,6 +22,7 @@ __all__ = [
     "BasedCodec",
     "Batching",
     "Codec",
+    "Copy",
     "Group",
     "Labelling",
     "Ledger",
@@ -31,12 +32,14 @@ __all__ = [
     "RankReady",
     "Readable",
     "Releasing",
+    "Replicated",
     "Residual",
     "Run",
     "Source",
     "Stage",
     "Store",
     "Transport",
+    "Twins",
     "Undoable",
     "Watching",
     "Writer",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from dcr.frames import Shard
 from dcr.schema import Schema
 from dcr.views import Bits, Lanes
@@ -40,6 +42,34 @@ class Residual(Protocol):
         ...
 
 
+class Copy(msgspec.Struct, frozen=True):
+    """This rank's copy of regions that other ranks hold as well, and each publishes in part.
+
+    key: names these regions and their holders, alike on all of them. shards: the regions, in one order on all.
+    """
+
+    key: bytes
+    shards: tuple[Shard, ...]
+
+
+class Twins(msgspec.Struct, frozen=True):
+    """Regions that this rank holds twice, and publishes as one: names of the two tensors, and the shards of either."""
+
+    names: tuple[str, str]
+    one: tuple[Shard, ...]
+    other: tuple[Shard, ...]
+
+
+class Replicated(Protocol):
+    """What a source says besides where elements have several homes: they are compared before each version."""
+
+    @property
+    def copies(self) -> Sequence[Copy]: ...
+
+    @property
+    def twins(self) -> Sequence[Twins]: ...
+
+
 class Source(Protocol):
     """A trainer rank's weights: schema, shard map, and integer views of its storages.
 
@@ -61,10 +91,12 @@ class Source(Protocol):
         ...
 
     def storages(self) -> Sequence[Bits]:
-        """The live storages, as flat unsigned arrays, borrowed.
+        """The live storages, as flat unsigned arrays, borrowed for one capture: hold the sequence until its end.
+
+        Called before each version, in a thread: what moved is looked up again. Arrays that stayed are the same objects.
 
         Raises:
-            StorageRebound: a weight no longer lives where the shard map says.
+            StorageRebound: a weight is no longer what the shard map says.
         """
         ...
 

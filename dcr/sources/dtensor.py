@@ -9,7 +9,7 @@ as that dimension of the parameter is. The certificate then gathers random bits 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import cast
@@ -32,7 +32,7 @@ from dcr.sources.mapped import MappedSource, Piece, demoted, shared, stored, uni
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
 from dcr.sources.state import require_named
-from dcr.sources.tensors import Tied, named, require_module, require_plain, require_unflattened
+from dcr.sources.tensors import Tied, named, part_of, require_module, require_plain, require_unflattened
 from dcr.views import Bits
 
 SEEDS = (1, 2)
@@ -95,14 +95,15 @@ def source(
         for name, (local, part) in by_name.items()
         if name not in failed
         for box in part.boxes
-        for found in stored(part.owner.local.box(), box)
+        for found in stored(part.lies, box)
     ]
     return MappedSource(
         schema,
         shared(pieces, schema, peers),
-        lambda: [owner.local for owner in _owners(module, waive)],
+        [part.owner.local for part in parts],
+        lambda: ((name, part_of(tensor)) for name, tensor, _ in named(module, waive)),
         residual=[
-            _gathered(number[name], by_name[name][1] if name in by_name else None, failed[name], peers)
+            _gathered(module, number[name], by_name[name][1].kind if name in by_name else None, name, failed, peers)
             for name in sorted(failed)
         ],
         peers=peers,
@@ -131,7 +132,7 @@ def _parts(module: torch.nn.Module, dtype: Dtypes, waive: Sequence[str]) -> list
             known[layout] = _boxes(owner.tensor)
         want = canonical_dtype(local.name, local.dtype, owner.is_parameter, asked)
         spec = TensorSpec(local.name, want, tuple(owner.tensor.shape), owner.names[1:])
-        parts.append(_Part(spec, owner, kind(local.name, local.dtype, want), local.box(), known[layout]))
+        parts.append(_Part(spec, owner, kind(local.name, local.dtype, want), local.own_box(), known[layout]))
     return parts
 
 
@@ -207,17 +208,22 @@ def _wrong(tensor: DTensor, boxes: Sequence[Box], seed: int) -> int:
     return wrong_bytes(bits, bits_of(gathered), boxes)
 
 
-def _gathered(number: int, part: _Part | None, reason: str, peers: Peers) -> Residual:
-    """A parameter that only its own gather makes canonical. Collective."""
-    owner = min(rank for rank, has in enumerate(peers.gather(bytes([part is not None]))) if any(has))
+def _gathered(
+    module: torch.nn.Module, number: int, kind: int | None, name: str, reasons: Mapping[str, str], peers: Peers
+) -> Residual:
+    """A parameter that only its own gather makes canonical; kind: None where this rank lacks it. Collective."""
+    owner = min(rank for rank, has in enumerate(peers.gather(bytes([kind is not None]))) if any(has))
+
+    def now() -> torch.Tensor:
+        return next(tensor.detach() for found, tensor, _ in named(module) if found == name)
 
     def inputs() -> Sequence[Bits]:
-        return [bits_of(part.owner.local.tensor)] if part else []
+        return [] if kind is None else [bits_of(part_of(now()))]
 
     def export() -> Sequence[Bits] | None:
-        if part is None:
+        if kind is None:
             return None
-        bits = bits_of(cast(DTensor, part.owner.tensor.detach()).full_tensor())
-        return [reference.cast(bits, part.kind) if part.kind else bits] if peers.rank == owner else None
+        bits = bits_of(cast(DTensor, now()).full_tensor())
+        return [reference.cast(bits, kind) if kind else bits] if peers.rank == owner else None
 
-    return Group((number,), reason, peers.rank == owner, inputs, export)
+    return Group((number,), reasons[name], peers.rank == owner, inputs, export)

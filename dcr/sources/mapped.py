@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 
 from dcr import coverage, reference
 from dcr.boxes import Box, Dim
-from dcr.errors import SchemaError, StorageRebound
+from dcr.errors import SchemaError
 from dcr.frames import Shard
 from dcr.overlap import intersect
 from dcr.schema import PAIRS, Schema, TensorSpec
-from dcr.seams import Residual
+from dcr.seams import Copy, Residual, Twins
+from dcr.sources.memory import Memory, aliased
 from dcr.sources.peers import Peers
-from dcr.sources.tensors import Tied, storages_of
+from dcr.sources.tensors import Tied
 from dcr.views import Bits
 
 KEY_BYTES = 16
@@ -29,7 +32,7 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A region that this rank holds: the local tensor, the box from its storage to the canonical tensor, the cast."""
+    """A region that this rank holds: the local tensor, the box from its memory to the canonical tensor, the cast."""
 
     tensor: int
     local: int
@@ -37,12 +40,26 @@ class Piece:
     kind: int = reference.NONE
 
 
+class Shares(NamedTuple):
+    """What becomes of the regions that a rank holds.
+
+    owned: what it publishes. held: all of them. copies: those that other ranks hold as well, with a key for each set of
+    holders. twins: pairs of pieces of one region, where this rank holds it twice.
+    """
+
+    owned: list[Piece]
+    held: list[Piece]
+    copies: list[tuple[bytes, list[Piece]]]
+    twins: list[tuple[Piece, Piece]]
+
+
 class MappedSource:
     """A `dcr.seams.Source` over the local tensors of one rank. Making one is collective.
 
-    schema: the whole model's, alike on all ranks (see `united`). owned: the regions that this rank publishes (see
-    `shared`). tensors: gives the local tensors as they lie now, in an order that stays. residual: the groups without a
-    map, alike on all ranks. proved: that each element is owned once has been checked by the caller.
+    schema: the whole model's, alike on all ranks (see `united`). shares: the regions of this rank, in which Piece.local
+    is an index into `tensors` (see `shared`). tensors: the local tensors. find: every name of theirs and its tensor, as
+    they are whenever it is called. residual: the groups without a map, alike on all ranks. proved: that each element is
+    owned once has been checked by the caller.
 
     Raises:
         SchemaError: ranks differ in their residual groups.
@@ -52,38 +69,44 @@ class MappedSource:
     def __init__(
         self,
         schema: Schema,
-        owned: Sequence[Piece],
-        tensors: Callable[[], Sequence[Tied]],
+        shares: Shares,
+        tensors: Sequence[Tied],
+        find: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         *,
         residual: Sequence[Residual] = (),
         peers: Peers | None = None,
         proved: bool = False,
     ) -> None:
         peers = peers or Peers()
-        self._tensors = tensors
-        now = tensors()
-        self._homes = _homes(now)
-        self._storages, index = storages_of(now)
+        self._memory = Memory(tensors, find)
         self.schema = schema
         self.residual = tuple(residual)
         _require_agreed(residual, peers)
         if not proved:
             whole = [tensor for group in residual if group.owned for tensor in group.tensors]
-            coverage.require_covered(schema, covered(schema, owned, peers, whole))
-        self.shards: Sequence[Shard] = [
-            Shard(piece.tensor, index[piece.local], piece.box, piece.kind) for piece in owned
+            coverage.require_covered(schema, covered(schema, shares.owned, peers, whole))
+        self.shards: Sequence[Shard] = _shards(shares.owned)
+        self.copies = [Copy(key, tuple(_shards(pieces))) for key, pieces in shares.copies]
+        names = [one.name for one in tensors]
+        self.twins = [
+            *aliased(self._memory, tensors, _shards(shares.held)),
+            *(
+                Twins((names[one.local], names[other.local]), (_shard(one),), (_shard(other),))
+                for one, other in shares.twins
+            ),
         ]
 
     def storages(self) -> Sequence[Bits]:
         """See `dcr.seams.Source.storages`."""
-        found = _homes(self._tensors())
-        if found != self._homes:
-            gone = next((name for name in self._homes if found.get(name) != self._homes[name]), None)
-            name = gone or next(name for name in found if name not in self._homes)
-            raise StorageRebound(
-                f"{name} was added, replaced, moved or reshaped since the source was made; make a new one"
-            )
-        return self._storages
+        return self._memory.borrow()
+
+
+def _shards(pieces: Iterable[Piece]) -> list[Shard]:
+    return [_shard(piece) for piece in pieces]
+
+
+def _shard(piece: Piece) -> Shard:
+    return Shard(piece.tensor, piece.local, piece.box, piece.kind)
 
 
 def stored(lies: Box, box: Box) -> list[Box]:
@@ -100,7 +123,7 @@ def covered(schema: Schema, owned: Sequence[Piece], peers: Peers, whole: Sequenc
     return peers.sum(coverage.tally(schema, [(piece.tensor, piece.box) for piece in owned], whole))
 
 
-def shared(pieces: Sequence[Piece], schema: Schema, peers: Peers) -> list[Piece]:
+def shared(pieces: Sequence[Piece], schema: Schema, peers: Peers) -> Shares:
     """What this rank owns of the regions that it holds; each region is owned once, and bytes per rank are even.
 
     Ranks that hold the same regions cut all of those, laid end to end, into equal spans; rank by rank each owns one.
@@ -108,20 +131,29 @@ def shared(pieces: Sequence[Piece], schema: Schema, peers: Peers) -> list[Piece]
     """
     ascending = [_ascending(piece) for piece in pieces if piece.box.numel]
     if peers.size == 1:
-        return ascending
-    mine = {_key(piece): piece for piece in reversed(ascending)}
+        return Shares(ascending, ascending, [], [])
+    mine: dict[bytes, Piece] = {}
+    twins: list[tuple[Piece, Piece]] = []
+    for piece in ascending:
+        first = mine.setdefault(_key(piece), piece)
+        if first is not piece:
+            twins.append((first, piece))
     holders: dict[bytes, list[int]] = defaultdict(list)
     for rank, data in enumerate(peers.gather(b"".join(mine))):
         for start in range(0, len(data), KEY_BYTES):
             holders[data[start : start + KEY_BYTES]].append(rank)
     groups: dict[tuple[int, ...], list[bytes]] = defaultdict(list)
     owned: list[Piece] = []
+    copies: list[tuple[bytes, list[Piece]]] = []
     for key in mine:
         groups[tuple(holders[key])].append(key)
     for ranks, keys in groups.items():
-        together = [mine[key] for key in sorted(keys, key=lambda key: (mine[key].tensor, mine[key].box.there0, key))]
+        keys = sorted(keys, key=lambda key: (mine[key].tensor, mine[key].box.there0, key))
+        together = [mine[key] for key in keys]
         owned += _span(together, schema, ranks.index(peers.rank), len(ranks))
-    return owned
+        if len(ranks) > 1:
+            copies.append((hashlib.blake2b(b"".join(keys), digest_size=KEY_BYTES).digest(), together))
+    return Shares(owned, ascending, copies, twins)
 
 
 def _span(pieces: Sequence[Piece], schema: Schema, index: int, count: int) -> Iterator[Piece]:
@@ -154,10 +186,6 @@ def _key(piece: Piece) -> bytes:
     box = Box(0, piece.box.there0, tuple(Dim(n, there, there) for n, _, there in piece.box.dims)).simplified()
     what = np.array([piece.tensor, box.there0, *(value for n, _, there in box.dims for value in (n, there))], "<i8")
     return hashlib.blake2b(what.tobytes(), digest_size=KEY_BYTES).digest()
-
-
-def _homes(tensors: Sequence[Tied]) -> dict[str, object]:
-    return {tied.name: tied.home for tied in tensors}
 
 
 def united(specs: Sequence[TensorSpec], peers: Peers) -> Schema:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from dcr.errors import SchemaError, StorageRebound
+from dcr.errors import SchemaError
 from dcr.frames import Shard
 from dcr.schema import Schema, TensorSpec, patterns
-from dcr.seams import Residual
+from dcr.seams import Copy, Residual
 from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
+from dcr.sources.memory import Memory, aliased
 from dcr.sources.state import require_named
-from dcr.sources.tensors import require_module, require_unflattened, storages_of, tensors_of
+from dcr.sources.tensors import named, require_module, require_unflattened, tensors_of
 from dcr.views import Bits
 
 
@@ -32,36 +33,28 @@ class ModuleSource:
     def __init__(self, module: torch.nn.Module, *, dtype: Dtypes = None, waive: Sequence[str] = ()) -> None:
         require_module(module)
         require_unflattened(module)
-        self._module, self._waive = module, patterns(waive)
-        require_named(module, self._waive)
-        self._tensors = tensors_of(module, self._waive)
-        if not self._tensors:
+        waive = patterns(waive)
+        require_named(module, waive)
+        tensors = tensors_of(module, waive)
+        if not tensors:
             raise SchemaError(f"{type(module).__name__} has neither parameters nor persistent buffers")
-        self._homes = [tied.home for tied in self._tensors]
-        self._storages, index = storages_of(self._tensors)
-        asked = named_dtypes(dtype, [tied.name for tied in self._tensors])
-        wanted = [canonical_dtype(tied.name, tied.dtype, tied.is_parameter, asked) for tied in self._tensors]
+        asked = named_dtypes(dtype, [tied.name for tied in tensors])
+        wanted = [canonical_dtype(tied.name, tied.dtype, tied.is_parameter, asked) for tied in tensors]
         self.schema = Schema(
             tuple(
                 TensorSpec(tied.name, want, tuple(tied.tensor.shape), tied.names[1:])
-                for tied, want in zip(self._tensors, wanted, strict=True)
+                for tied, want in zip(tensors, wanted, strict=True)
             )
         )
         self.shards: Sequence[Shard] = [
-            Shard(number, storage, tied.box(), kind(tied.name, tied.dtype, want))
-            for number, (tied, storage, want) in enumerate(zip(self._tensors, index, wanted, strict=True))
+            Shard(number, number, tied.own_box(), kind(tied.name, tied.dtype, want))
+            for number, (tied, want) in enumerate(zip(tensors, wanted, strict=True))
         ]
         self.residual: Sequence[Residual] = ()
+        self._memory = Memory(tensors, lambda: ((name, tensor) for name, tensor, _ in named(module, waive)))
+        self.copies: Sequence[Copy] = ()
+        self.twins = aliased(self._memory, tensors, self.shards)
 
     def storages(self) -> Sequence[Bits]:
         """See `dcr.seams.Source.storages`."""
-        now = tensors_of(self._module, self._waive)
-        homes = {tied.name: tied.home for tied in now}
-        for tied, home in zip(self._tensors, self._homes, strict=True):
-            if homes.pop(tied.name, None) != home:
-                raise StorageRebound(
-                    f"{tied.name} was replaced, moved or reshaped since the source was made; make a new one"
-                )
-        if homes:
-            raise StorageRebound(f"{next(iter(homes))} was added since the source was made; make a new one")
-        return self._storages
+        return self._memory.borrow()

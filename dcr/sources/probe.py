@@ -9,9 +9,10 @@ both times each of its bytes was where the boxes said. The rest is exported anew
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 import torch
@@ -25,11 +26,11 @@ from dcr.schema import Schema
 from dcr.sources.bits import bits_of
 from dcr.sources.casts import kind
 from dcr.sources.certificate import Found, Maps, certified
-from dcr.sources.mapped import MappedSource, Piece, covered, demoted, shared, stored, united
+from dcr.sources.mapped import MappedSource, Piece, Shares, covered, demoted, shared, stored, united
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
 from dcr.sources.standins import BASE, Dress, Export, StandIns, base_of
-from dcr.sources.tensors import Tied, named, require_unflattened, tied
+from dcr.sources.tensors import Tied, named, part_of, require_unflattened, tied
 from dcr.views import Bits
 
 GROUP_ELEMS = BASE**2 - 1  # two digits are enough
@@ -43,9 +44,9 @@ class Span:
     tensor: torch.Tensor
 
     def box(self) -> Box:
-        """From its storage to the elements of which it is a copy."""
+        """From its own memory to the elements of which it is a copy."""
         stride = self.tensor.stride(0)
-        return Box(int(self.tensor.storage_offset()), self.start, (Dim(self.tensor.numel(), stride, 1),))
+        return Box(0, self.start, (Dim(self.tensor.numel(), stride, 1),))
 
 
 def source(
@@ -80,14 +81,15 @@ def source(
     failed = demoted({name: one.reason for name, one in found.items() if one.reason}, peers)
     homes = _homes(local, masters or {}, peers)
     pieces = _pieces(schema, [one for one in found.values() if one.spec.name not in failed], homes)
-    owned = shared(pieces, schema, peers)
-    for tensor in coverage.uncovered(schema, covered(schema, owned, peers)):
+    shares = shared(pieces, schema, peers)
+    for tensor in coverage.uncovered(schema, covered(schema, shares.owned, peers)):
         failed.setdefault(schema.tensors[tensor].name, "over all ranks, not each of its elements is held once")
     return MappedSource(
         schema,
-        [piece for piece in owned if schema.tensors[piece.tensor].name not in failed],
-        lambda: [*_tensors(weights), *_masters(masters or {})],
-        residual=_residual(schema, found, failed, parts, peers),
+        _without(shares, {tensor for tensor, spec in enumerate(schema.tensors) if spec.name in failed}),
+        [*local, *_masters(masters or {})],
+        lambda: chain(_present(weights), ((one.name, one.tensor) for one in _masters(masters or {}))),
+        residual=_residual(schema, found, failed, parts, peers, lambda: dict(_present(weights))),
         peers=peers,
         proved=not failed,
     )
@@ -134,6 +136,18 @@ def _tensors(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[Tied
             (name, tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach(), is_parameter)
             for name, tensor, is_parameter in _named(weights)
         )
+
+
+def _present(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's tensors as they are now, by name; of a DTensor, its part."""
+    return ((name, part_of(tensor)) for name, tensor, _ in _named(weights))
+
+
+def _without(shares: Shares, failed: Set[int]) -> Shares:
+    """What is left of a rank's shares without some tensors, alike on all ranks: a key names what it named."""
+    owned, held = ([piece for piece in some if piece.tensor not in failed] for some in (shares.owned, shares.held))
+    copies = [(key, [piece for piece in some if piece.tensor not in failed]) for key, some in shares.copies]
+    return Shares(owned, held, copies, [pair for pair in shares.twins if pair[0].tensor not in failed])
 
 
 def _dress(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> Dress:
@@ -213,7 +227,9 @@ def _homes(local: Sequence[Tied], masters: Mapping[str, Span], peers: Peers) -> 
         for data in peers.gather(msgspec.msgpack.encode(list(masters)))
         for name in msgspec.msgpack.decode(data, type=list[str])
     }
-    homes = {one.name: (index, one.dtype, one.box()) for index, one in enumerate(local) if one.name not in everywhere}
+    homes = {
+        one.name: (index, one.dtype, one.own_box()) for index, one in enumerate(local) if one.name not in everywhere
+    }
     for index, (one, (name, span)) in enumerate(zip(_masters(masters), masters.items(), strict=True), start=len(local)):
         homes[name] = index, one.dtype, span.box()
     return homes
@@ -239,6 +255,7 @@ def _residual(
     failed: Mapping[str, str],
     parts: Sequence[StandIns],
     peers: Peers,
+    now: Callable[[], Mapping[str, torch.Tensor]],
 ) -> list[Group]:
     """What has no map, by the group that exports it and the first rank that does. Collective."""
     mine = {name: found[name].part.number for name in failed if name in found}
@@ -251,20 +268,28 @@ def _residual(
         if spec.name in homes:
             together[homes[spec.name]].append(tensor)
     return [
-        _group(tensors, schema, failed, parts[number], rank == peers.rank)
+        _group(tensors, schema, failed, parts[number].hollow(), now, rank == peers.rank)
         for (number, rank), tensors in sorted(together.items())
     ]
 
 
-def _group(tensors: Sequence[int], schema: Schema, failed: Mapping[str, str], part: StandIns, owned: bool) -> Group:
+def _group(
+    tensors: Sequence[int],
+    schema: Schema,
+    failed: Mapping[str, str],
+    part: StandIns,
+    now: Callable[[], Mapping[str, torch.Tensor]],
+    owned: bool,
+) -> Group:
     names = [schema.tensors[tensor].name for tensor in tensors]
 
     def inputs() -> Sequence[Bits]:
-        return [bits_of(one.tensor) for one in part.tensors]
+        present = now()
+        return [bits_of(present[one.name]) for one in part.tensors]
 
     def export() -> Sequence[Bits] | None:
         with torch.no_grad():
-            exported = {name: bits_of(tensor) for name, tensor in part.run(part.live()) if name in names}
+            exported = {name: bits_of(tensor) for name, tensor in part.run(part.live(now())) if name in names}
         return [exported[name] for name in names] if owned else None
 
     return Group(tuple(tensors), "; ".join(sorted({failed[name] for name in names})), owned, inputs, export)

@@ -6,7 +6,7 @@ E  elements of a group, over all ranks      N  elements of an exported tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -93,9 +93,14 @@ class StandIns:
             [tensor_of(bits, one.dtype, one.tensor.shape) for bits, one in zip(memory, self.tensors, strict=True)]
         )
 
-    def live(self) -> dict[str, torch.Tensor]:
-        """The weights themselves."""
-        return self._named([one.tensor for one in self.tensors])
+    def hollow(self) -> StandIns:
+        """The same group without any memory: what it needs to export the weights later."""
+        emptied = [replace(one, tensor=torch.empty_like(one.tensor, device="meta")) for one in self.tensors]
+        return replace(self, tensors=emptied)
+
+    def live(self, now: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The weights themselves, given this rank's tensors as they are now, by name."""
+        return self._named([now[one.name].detach() for one in self.tensors])
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Export; each canonical tensor once, plain and whole. To be called under `torch.no_grad`.

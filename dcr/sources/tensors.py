@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
 
 from dcr.boxes import Box, is_injective, whole
 from dcr.errors import LayoutError, SchemaError
@@ -58,7 +59,14 @@ class Tied:
 
     def box(self) -> Box:
         """From its storage to canonical coordinates, in words."""
-        shape, strides, offset = self.tensor.shape, self.tensor.stride(), int(self.tensor.storage_offset())
+        return self._box(int(self.tensor.storage_offset()))
+
+    def own_box(self) -> Box:
+        """From its own memory, which begins with its first element, to canonical coordinates, in words."""
+        return self._box(0)
+
+    def _box(self, offset: int) -> Box:
+        shape, strides = self.tensor.shape, self.tensor.stride()
         if self.dtype in PAIRS:
             return whole((*shape, 2), (*(2 * stride for stride in strides), 1), 2 * offset)
         return whole(shape, strides, offset)
@@ -106,6 +114,7 @@ def storages_of(tensors: Sequence[Tied]) -> tuple[list[Bits], list[int]]:
         if pointer == 0 or pointer not in index:
             index[pointer] = len(storages)
             owner[pointer] = tied
+            require_memory(tied.name, tied.tensor)
             storages.append(storage_bits(tied.tensor))
         elif width_of(owner[pointer].dtype) != width_of(tied.dtype):
             raise SchemaError(f"{tied.name} and {owner[pointer].name} share memory but not an element width")
@@ -152,6 +161,11 @@ def named(module: torch.nn.Module, waive: Sequence[str] = ()) -> Iterator[tuple[
             kept = buffer is not None and name not in child._non_persistent_buffers_set
             if kept and not waived(dot + name, waive):
                 yield dot + name, buffer, False
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, as `to_local` gives it without a graph, at the cost of an attribute."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def require_module(given: object) -> None:
@@ -230,6 +244,24 @@ def _remedy(tensor: torch.Tensor) -> str:
     if tensor.device.type != "cpu" or type(tensor.data) is not torch.Tensor:
         return "it needs a source or loader of its kind (see `dcr plugins`)"
     return ""
+
+
+def require_memory(name: str, tensor: torch.Tensor) -> None:
+    """Check that all elements lie in the storage: kernels read addresses, and look no further.
+
+    Raises:
+        SchemaError: they do not; names the tensor.
+    """
+    if not tensor.numel():
+        return
+    width, storage = tensor.element_size(), tensor.untyped_storage()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed_bytes = (int(tensor.storage_offset()) + last + 1) * width
+    if storage.nbytes() < needed_bytes or not storage.data_ptr():
+        raise SchemaError(
+            f"{name}: its storage holds {storage.nbytes()} bytes of the {needed_bytes} that it needs: "
+            "it was freed or resized; bring the weights back first"
+        )
 
 
 def _require_disjoint(cluster: Sequence[Tied]) -> None:

@@ -73,10 +73,16 @@ def source(
     pieces = [
         Piece(number[one.local.name], local, box, kind(one.local.name, one.local.dtype, want))
         for local, (one, want) in enumerate(zip(held, wanted, strict=True))
-        for box in stored(one.local.box(), one.box)
+        for box in stored(one.local.own_box(), one.box)
     ]
     return MappedSource(
-        schema, shared(pieces, schema, peers), lambda: [one.local for one in _held(weights, waive)], peers=peers
+        schema,
+        shared(pieces, schema, peers),
+        [one.local for one in held],
+        lambda: (
+            (name, one.tensor if isinstance(one, Partition) else one) for name, _, one, _ in _entries(weights, waive)
+        ),
+        peers=peers,
     )
 
 

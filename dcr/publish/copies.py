@@ -1,0 +1,143 @@
+"""What several ranks, or several names, hold alike: compared before each version, and never chosen among.
+
+Each rank digests its copies of what other ranks hold too: one read of these bytes. Ranks then compare 16 bytes per set
+of holders, and only where these differ the digests tensor by tensor, so that an error can name tensors and ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from dcr import digest, frames, kernels
+from dcr.errors import CopiesDiffer
+from dcr.frames import Shard, SourceFrame
+from dcr.schema import Schema, keys
+from dcr.seams import Source, Twins
+from dcr.stages.construct import Tables
+from dcr.views import Bits, Lanes
+
+SHOWN = 5
+
+
+class Root(msgspec.Struct, frozen=True, array_like=True):
+    """The digest of a rank's copy of some regions. key: which regions, and who holds them."""
+
+    key: bytes
+    root: bytes
+
+
+class Detail(msgspec.Struct, frozen=True, array_like=True):
+    """The same tensor by tensor."""
+
+    key: bytes
+    tensors: tuple[int, ...]
+    lanes: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Regions:
+    """Some regions of this rank: their frames, and the tensors that they belong to."""
+
+    plan: Sequence[SourceFrame]
+    tables: Tables
+    tensors: tuple[int, ...]
+
+
+class Copies:
+    """This rank's copies of what others hold too, and what it holds twice itself."""
+
+    def __init__(self, source: Source, frame_elems: int) -> None:
+        self._schema = source.schema
+        self._frame_elems = frame_elems
+        self._keys = keys(source.schema.tensors)
+        self._regions = {one.key: self._cut(one.shards) for one in getattr(source, "copies", ())}
+        self._twins: Sequence[Twins] = getattr(source, "twins", ())
+        self._lanes: dict[bytes, Lanes] = {}
+
+    def roots(self, storages: Sequence[Bits]) -> tuple[Root, ...]:
+        """What this rank's copies hold. One read of them; in a worker thread.
+
+        Raises:
+            CopiesDiffer: two names of one tensor lie apart on this rank, and hold different bits.
+        """
+        for twins in self._twins:
+            self._require_equal(twins, storages)
+        self._lanes = {key: self._digest(regions, storages) for key, regions in self._regions.items()}
+        return tuple(Root(key, _root(lanes)) for key, lanes in self._lanes.items())
+
+    def details(self, differing: Sequence[bytes]) -> tuple[Detail, ...]:
+        """What `roots` has found, tensor by tensor."""
+        return tuple(
+            Detail(key, self._regions[key].tensors, digest.pack(self._lanes[key]))
+            for key in differing
+            if key in self._lanes
+        )
+
+    def _require_equal(self, twins: Twins, storages: Sequence[Bits]) -> None:
+        if all(_is_same(one, other, storages) for one, other in zip(twins.one, twins.other, strict=True)):
+            return
+        one, other = self._cut(twins.one), self._cut(twins.other)
+        if (self._digest(one, storages) != self._digest(other, storages)).any():
+            raise CopiesDiffer(
+                f"{twins.names[0]} and {twins.names[1]} are published as one tensor, no longer share their memory, and "
+                "hold different bits; tie them again, or make a new source and a new publisher"
+            )
+
+    def _cut(self, shards: Sequence[Shard]) -> _Regions:
+        plan = frames.plan(self._schema, shards, self._frame_elems)
+        return _Regions(plan, Tables(plan), tuple(sorted({shard.tensor for shard in shards})))
+
+    def _digest(self, regions: _Regions, storages: Sequence[Bits]) -> Lanes:
+        lanes, tables = digest.zero(len(regions.tensors)), regions.tables.over(storages)
+        place = {tensor: index for index, tensor in enumerate(regions.tensors)}
+        for number, frame in enumerate(regions.plan):
+            tensors = sorted({region.tensor for region in frame.spec.regions})
+            found = kernels.digest(tables[number], self._keys[tensors], frame.kind)
+            lanes[[place[tensor] for tensor in tensors]] += found
+        return lanes
+
+
+def differing(roots: Sequence[Sequence[Root]]) -> list[bytes]:
+    """The keys under which ranks hold different bits, given every rank's roots."""
+    found: dict[bytes, bytes] = {}
+    return sorted({one.key for rank in roots for one in rank if found.setdefault(one.key, one.root) != one.root})
+
+
+def error_of(details: Sequence[Sequence[Detail]], schema: Schema) -> CopiesDiffer:
+    """What to raise, on every rank alike, given every rank's details of what differs."""
+    holders: dict[tuple[bytes, int], dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, some in enumerate(details):
+        for one in some:
+            rows = digest.unpack(one.lanes)
+            for tensor, row in zip(one.tensors, rows, strict=True):
+                holders[one.key, tensor][digest.pack(row[None])].append(rank)
+    bad = {tensor: by_bits for (_, tensor), by_bits in sorted(holders.items()) if len(by_bits) > 1}
+    shown = "; ".join(
+        f"{schema.tensors[tensor].name} on {_sides(by_bits)}" for tensor, by_bits in sorted(bad.items())[:SHOWN]
+    )
+    more = f"; and {len(bad) - SHOWN} more tensors" if len(bad) > SHOWN else ""
+    return CopiesDiffer(
+        f"ranks hold different bits of what they hold alike: {shown}{more}; nothing was published: make the copies "
+        "equal (torch.distributed.broadcast from one of the ranks), and see why they parted"
+    )
+
+
+def _sides(by_bits: Mapping[bytes, Sequence[int]]) -> str:
+    """Which ranks agree with each other, the most of them first."""
+    sides = sorted(by_bits.values(), key=lambda ranks: (-len(ranks), ranks))
+    return " against ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in sides)
+
+
+def _is_same(one: Shard, other: Shard, storages: Sequence[Bits]) -> bool:
+    """Whether two shards of one region lie in the same memory."""
+    first, second = storages[one.storage], storages[other.storage]
+    return first is second or first.__array_interface__["data"][0] == second.__array_interface__["data"][0]
+
+
+def _root(lanes: Lanes) -> bytes:
+    return hashlib.blake2b(digest.pack(lanes), digest_size=16).digest()

@@ -1,0 +1,107 @@
+"""A trainer that moves its weights between two versions goes on; what cannot be bound is an error of `publish`.
+
+Both orders in which scripts of one process call the two ends are tried: nobody waits for a version that will not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from publishing import Plain
+from refits import FAST
+from torch import nn
+
+import dcr.blocking
+from dcr.errors import StorageRebound
+from dcr.sources import probe, zero
+from dcr.sources.bits import bits_of
+from dcr.sources.module import ModuleSource
+
+pytestmark = pytest.mark.timeout(60)
+Weights = dict[str, torch.Tensor]
+
+
+def halves(tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors.items():
+        yield from zip((f"{name}.0", f"{name}.1"), tensor.chunk(2), strict=True)
+
+
+def computed(tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((name, tensor + 1) for name, tensor in tensors.items())
+
+
+class Trainer:
+    """Two tensors, published in one of several ways; `full` is what an engine must hold."""
+
+    def __init__(self, kind: str) -> None:
+        self.net = nn.ParameterDict({"a": nn.Parameter(torch.randn(4, 3)), "b": nn.Parameter(torch.randn(6))})
+        self.kind = kind
+        match kind:
+            case "module":
+                self.source: Any = ModuleSource(self.net)
+            case "zero":
+                parts = {name: zero.Partition(tensor.data.view(-1), tuple(tensor.shape), 0) for name, tensor in self}
+                self.parts = {name: part.tensor for name, part in parts.items()}
+                self.source = zero.source(parts)
+            case "probe":
+                self.source = probe.source(self.net, export=halves)
+            case "residual":
+                self.source = probe.source(self.net, export=computed)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.tensors.items())
+
+    @property
+    def tensors(self) -> Weights:
+        return self.parts if hasattr(self, "parts") else dict(self.net.named_parameters())
+
+    def step(self) -> None:
+        """A step, and then every weight to another place."""
+        for tensor in self.tensors.values():
+            tensor.data = tensor.data * 1.01 + 0.001
+
+    def full(self) -> Weights:
+        tensors = {name: tensor.detach() for name, tensor in self.tensors.items()}
+        exports = {"probe": halves, "residual": computed}
+        found = dict(exports[self.kind](tensors)) if self.kind in exports else tensors
+        shapes = {spec.name: spec.shape for spec in self.source.schema.tensors}
+        return {name: tensor.reshape(shapes[name]).clone() for name, tensor in found.items()}
+
+
+def asked(refit: dcr.blocking.Refit, install: Callable[[], None]) -> None:
+    refit.committed()
+    install()
+
+
+def installed(refit: dcr.blocking.Refit, install: Callable[[], None]) -> None:
+    install()
+    refit.committed()
+
+
+@pytest.mark.parametrize("order", [asked, installed])
+@pytest.mark.parametrize("kind", ["module", "zero", "probe", "residual"])
+def test_weights_that_move_at_each_step_are_published_and_refused_at_publish_if_they_become_others(
+    kind: str, order: Callable[[Any, Any], None], tmp_path: Path
+) -> None:
+    trainer = Trainer(kind)
+    engine = Plain({name: torch.zeros_like(tensor) for name, tensor in trainer.full().items()})
+    url, ends = f"local://{tmp_path}", dcr.blocking
+    with ends.publisher(url, source=trainer.source, transport=FAST) as publisher:
+        loader = dcr.loader("module", engine)
+        with ends.subscriber(url, loader=loader, member="engine", transport=FAST) as versions:
+            for version in (1, 2, 3):
+                trainer.step()
+                if version == 2:
+                    name, tensor = next(iter(trainer))
+                    kept, tensor.data = tensor.data, tensor.data.bfloat16()
+                    for _ in range(2):
+                        with pytest.raises(StorageRebound, match=rf"^{name}: expected torch\.float32"):
+                            publisher.publish(version)
+                    tensor.data = kept
+                order(publisher.publish(version), lambda: next(versions).install())
+                held = {name: bits_of(tensor).tolist() for name, tensor in engine.state_dict().items()}
+                assert held == {name: bits_of(tensor).tolist() for name, tensor in trainer.full().items()}
