@@ -5,7 +5,7 @@ The oracle reads bytes with torch, as integers of the element's width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +23,13 @@ from dcr.errors import SchemaError
 from dcr.frames import Layout
 from dcr.loaders.checkpoint import SINGLE, entries_of
 from dcr.loaders.module import ModuleLoader
+from dcr.loaders.native import NativeLoader
+from dcr.loaders.probe import random_tensor
 from dcr.loaders.record import Kind
 from dcr.loaders.safetensors import SafetensorsLoader
 from dcr.patch import Change, Operation
 from dcr.schema import DTYPES, Schema, TensorSpec, width_of, words_of
-from dcr.sources.bits import dtype_of
+from dcr.sources.bits import bits_of, dtype_of, random_bits
 from dcr.sources.module import ModuleSource
 
 IN_FILES = (
@@ -144,8 +146,8 @@ def unknown(folder: Path) -> None:
     (folder / SINGLE).write_bytes(len(padded).to_bytes(8, "little") + padded + bytes(8) + b"abc")
 
 
-def layout_of(source: ModuleSource) -> Layout:
-    return Layout(source.schema, tuple(frame.spec for frame in frames.plan(source.schema, source.shards, 7)))
+def layout_of(source: ModuleSource, frame_elems: int = 7) -> Layout:
+    return Layout(source.schema, tuple(frame.spec for frame in frames.plan(source.schema, source.shards, frame_elems)))
 
 
 def test_an_unknown_dtype_of_a_file_is_refused_by_name_with_what_to_write(tmp_path: Path) -> None:
@@ -237,3 +239,70 @@ def test_a_model_of_transformers_of_every_dtype_is_refitted_bit_for_bit(tmp_path
     assert pointers == {name: value.data_ptr() for name, value in engine.state_dict().items()}
     kinds = {verdict.kind for verdict in loader.record.verdicts}
     assert kinds == {Kind.BITS}, [(s, v) for s, v in zip(engine.state_dict(), loader.record.verdicts, strict=False)]
+
+
+class ByName:
+    """An engine whose loader copies by name."""
+
+    replaces = False
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def load(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+        own = self.module.state_dict()
+        for name, value in pairs:
+            if own[name].dtype == value.dtype:
+                movable(own[name]).copy_(movable(value))
+            else:
+                own[name].copy_(value)
+
+    def settle(self, modules: object) -> None:
+        """Nothing to do."""
+
+    def fingerprint(self) -> bytes:
+        return b"by name"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_engine_that_copies_takes_every_dtype_as_bits(dtype: str) -> None:
+    shape = (4, 6)  # more elements than a bool has patterns, in several digits
+    engine = Weights({"w": tensor(dtype, np.random.default_rng(0), shape)})
+    before = bytes_of(engine.w)
+    loader = NativeLoader(ByName(engine))
+    loader.bind(Layout(Schema((TensorSpec("w", dtype, shape),)), ()))
+    assert [verdict.kind for verdict in loader.record.verdicts] == [Kind.BITS]
+    assert bytes_of(engine.w) == before
+
+
+def test_a_scale_that_an_engine_keeps_in_another_dtype_is_what_its_own_copy_makes() -> None:
+    engine = Weights({"w": torch.zeros(300, dtype=torch.float32)})
+    spec = TensorSpec("w", "float8_e8m0fnu", (300,))
+    loader = NativeLoader(ByName(engine))
+    trainer = Weights({"w": tensor("float8_e8m0fnu", np.random.default_rng(1), (300,))})
+    layout = layout_of(ModuleSource(trainer), 300)
+    assert layout.schema.tensors == (spec,)
+    loader.bind(layout)
+    patterns = np.resize(np.arange(255, dtype=np.uint8), 300)  # all but the one that is no number
+    loader.install(loader.prepare(0, Change(Operation.OVERWRITE, None, patterns)))
+    loader.settle()
+    expected = torch.from_numpy(patterns).view(torch.float8_e8m0fnu).to(torch.float32)
+    assert torch.equal(engine.w.view(torch.int32), expected.view(torch.int32))
+
+
+NARROW = [dtype for dtype in DTYPES if width_of(dtype) <= 2 and dtype != "bool"]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_both_places_that_probe_try_every_finite_pattern(dtype: str) -> None:
+    width = width_of(dtype)
+    every = np.arange(1 << 8 * width, dtype=np.uint32).astype(f"u{width}")
+    values = torch.from_numpy(every.view(np.uint8)).view(getattr(torch, dtype))
+    finite = (
+        every[torch.isfinite(values.float()).numpy()] if values.is_floating_point() and "x2" not in dtype else every
+    )
+    numel = 40 << 8 * width  # each pattern is missed with e^-40
+    of_sources = np.unique(random_bits(numel, dtype, (3,)))
+    of_loaders = np.unique(bits_of(random_tensor(TensorSpec("w", dtype, (numel,)), 3, 0)))
+    assert np.array_equal(of_sources, finite)
+    assert np.array_equal(of_loaders, finite)

@@ -70,8 +70,13 @@ class Numbering:
 
     @property
     def digits(self) -> int:
-        """How many digits a number has."""
-        return max(1, -(-(self.numel - 1).bit_length() // self.shift))
+        """How many digits a number has.
+
+        An even number of bits: a bool that no load writes has the same bit in the first and the last pass then, and is
+        no number.
+        """
+        digits = max(1, -(-(self.numel - 1).bit_length() // self.shift))
+        return digits + digits % 2 if self.shift == 1 else digits
 
     @property
     def passes(self) -> int:

@@ -107,6 +107,8 @@ def hint(name: str, others: Iterable[str], *, published: bool) -> str:
     others: all names of the other end. published: True if the name is the trainer's and the others the engine's.
     """
     known = list(others)
+    if name in known:  # something else is wrong with it
+        return ""
     bare, wrappers = _stripped(name)
     same = [(other, theirs) for other in known for plain, theirs in [_stripped(other)] if plain == bare]
     other, theirs = min(same, key=lambda match: len(match[1]), default=("", []))
