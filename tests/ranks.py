@@ -17,7 +17,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dcr import kernels
-from dcr.schema import WIDTHS
 from dcr.seams import Source
 from dcr.sources.peers import Peers
 from dcr.views import UNSIGNED, Table, rows_of
@@ -82,7 +81,7 @@ def assembled(source: Source) -> dict[str, NDArray[np.unsignedinteger]]:
                 whole[1, there] += 1
         whole = peers.sum(whole)
         assert (whole[1] == 1).all(), f"{spec.name}: elements come {sorted(set(whole[1].tolist()))} times"
-        found[spec.name] = whole[0].astype(UNSIGNED[WIDTHS[spec.dtype]])
+        found[spec.name] = whole[0].astype(UNSIGNED[spec.width])
     return found
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dcr.errors import SchemaError, StorageRebound
+from dcr.schema import SHELLS, WIDTHS, width_of
 from dcr.sources import dtensor, probe, zero
 from dcr.sources.bits import bits_of
 from dcr.sources.module import ModuleSource
@@ -248,3 +249,21 @@ def odd_cases() -> dict[str, Any]:
         "exported": exported,
     }
     return {name: case() for name, case in cases.items()}
+
+
+def every_dtype() -> dict[str, Any]:
+    """Rows, and columns, of a tensor of each dtype; what is published is compared with all ranks' bytes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    module, expected = nn.Module(), {}
+    for dtype in (*WIDTHS, *SHELLS):
+        width = width_of(dtype)
+        parts = [np.random.default_rng(rank).integers(0, 2, (3, 4 * width), np.uint8) for rank in range(mesh.size())]
+        local = torch.from_numpy(parts[dist.get_rank()]).view(getattr(torch, dtype))
+        for dim in (0, 1):
+            shard = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+            module.register_buffer(f"{dtype}_{dim}", shard)
+            expected[f"{dtype}_{dim}"] = np.concatenate(parts, axis=dim).view(f"u{width}").reshape(-1)
+    source = dtensor.source(module)
+    found = assembled(source)
+    differ = [name for name, bits in expected.items() if not np.array_equal(found[name], bits)]
+    return {"differ": differ, "residual": len(source.residual), "tensors": len(found)}

@@ -10,6 +10,8 @@ import pytest
 import sharded
 from ranks import run
 
+from dcr.schema import SHELLS, WIDTHS
+
 FOUR = {
     "fsdp, 10 rows over 4, 5 out": (sharded.fsdp, 10, 5),
     "fsdp, 7 rows over 4": (sharded.fsdp, 7, 3),
@@ -115,3 +117,9 @@ def test_tensors_of_one_rank_only_are_in_every_ranks_schema(odd: Any) -> None:
 
 def test_an_exporter_that_works_on_dtensors_is_direct(odd: Any) -> None:
     assert all(rank["exported"] == {"differ": [], "residual": []} for rank in odd)
+
+
+def test_shards_of_every_dtype_are_direct_whatever_a_backend_can_gather() -> None:
+    for facts in run(2, sharded.every_dtype):
+        assert (facts["differ"], facts["residual"]) == ([], 0)
+        assert facts["tensors"] == 2 * (len(WIDTHS) + len(SHELLS))

@@ -26,7 +26,7 @@ from dcr.errors import SchemaError
 from dcr.fit import fit
 from dcr.schema import TensorSpec, patterns
 from dcr.seams import Residual
-from dcr.sources.bits import bits_of, dtype_of, random_bits, tensor_of, wrong_bytes
+from dcr.sources.bits import bits_of, random_bits, tensor_of, wrong_bytes
 from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
 from dcr.sources.mapped import MappedSource, Piece, demoted, shared, stored, united
 from dcr.sources.peers import Peers
@@ -36,6 +36,7 @@ from dcr.sources.tensors import Tied, named, part_of, require_module, require_pl
 from dcr.views import Bits
 
 SEEDS = (1, 2)
+CARRIERS = {1: "uint8", 2: "float16", 4: "int32", 8: "int64"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,10 +199,15 @@ def _certify(parts: Sequence[_Part]) -> dict[str, str]:
 
 
 def _wrong(tensor: DTensor, boxes: Sequence[Box], seed: int) -> int:
-    """Bytes of this rank's part that a gather of random bits puts elsewhere; every rank has bits of its own."""
+    """Bytes of this rank's part that a gather of random bits puts elsewhere; every rank has bits of its own.
+
+    They are gathered in a dtype of the same width that every backend can gather: where a gather puts an element does
+    not depend on what the element means.
+    """
     part = tensor.to_local()
-    bits = random_bits(part.numel(), dtype_of(part), (seed, dist.get_rank()))
-    stand_in = tensor_of(bits, dtype_of(part), part.shape).to(part.device)
+    carrier = CARRIERS[part.element_size()]
+    bits = random_bits(part.numel(), carrier, (seed, dist.get_rank()))
+    stand_in = tensor_of(bits, carrier, part.shape).to(part.device)
     gathered = DTensor.from_local(
         stand_in, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     ).full_tensor()
