@@ -28,6 +28,7 @@ from dcr.publish import Refit as AsyncRefit
 from dcr.seams.required import WAIT, judge
 from dcr.subscribe import Subscriber as AsyncSubscriber
 from dcr.subscribe import Version as AsyncVersion
+from dcr.wire import Identity
 
 T = TypeVar("T")
 
@@ -207,10 +208,18 @@ class Version:
     def __init__(self, loop: Loop, version: AsyncVersion) -> None:
         self._loop = loop
         self._version = version
-        self.number = version.number
-        self.identity = version.identity
         self.kind = version.kind
         self.changed = version.changed
+
+    @property
+    def identity(self) -> Identity:
+        """See `dcr.Version`."""
+        return self._version.identity
+
+    @property
+    def number(self) -> int:
+        """See `dcr.Version`."""
+        return self._version.number
 
     def install(self) -> None:
         """See `dcr.Version.install`."""
@@ -238,6 +247,16 @@ class subscriber:  # noqa: N801
     def version(self) -> int | None:
         """See `dcr.Subscriber.version`."""
         return self._subscriber.version
+
+    @property
+    def latest(self) -> int | None:
+        """See `dcr.Subscriber.latest`."""
+        return self._subscriber.latest
+
+    @property
+    def behind(self) -> int:
+        """See `dcr.Subscriber.behind`."""
+        return self._subscriber.behind
 
     @property
     def may_serve(self) -> bool:

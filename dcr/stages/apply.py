@@ -157,6 +157,29 @@ def verify(sealed: Message, layout: Layout, held: Lanes, readies: Iterable[Undoa
     return target
 
 
+def verify_chain(seals: Sequence[Message], layout: Layout, held: Lanes, readies: Iterable[Undoable]) -> Lanes:
+    """Before a chain of deltas is offered as one: that each starts where the one before it ends, the first from the
+    bits held here, and that what is ready leads to the last. Returns the target digest.
+
+    Raises:
+        BaseMismatch: other old bits. DigestMismatch: other new bits, or a link that does not fit the one before it.
+    """
+    at, reached, last = held, held.copy(), ""
+    for sealed in seals:
+        seal = sealed.header
+        assert isinstance(seal, Seal)
+        base, target, _ = sealed_digests(seal, sealed.body, layout)
+        what = f"{seal.identity}: {f'what {last} leads to' if last else 'held'} and base digests"
+        digest.require_equal(at, base, layout.schema, what)
+        at, last = target, str(seal.identity)
+    for ready in readies:
+        if not ready.copies_agree:
+            raise BaseMismatch(f"two copies of a tensor in frame {ready.frame} differ in live memory")
+        reached[list(layout.frames[ready.frame].tensors)] += ready.new_sums - ready.old_sums
+    digest.require_equal(reached, at, layout.schema, f"{last}: prepared and sealed digests")
+    return at
+
+
 def _require_all(seal: Seal, layout: Layout, frames: set[int]) -> None:
     if missing := set(range(len(layout.frames))) - frames:
         raise IncompleteError(f"{seal.identity}: an anchor without frames {sorted(missing)[:8]}")

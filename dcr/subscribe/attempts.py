@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from dcr.errors import BaseMismatch, DcrError, DigestMismatch, PayloadError, RemoteError, RunMismatch
+from dcr.errors import BaseMismatch, DcrError, DigestMismatch, IncompleteError, PayloadError, RemoteError, RunMismatch
 from dcr.stages.transfer import Aborted, Superseded
 from dcr.subscribe.membership import Membership
 from dcr.subscribe.offers import Offers
@@ -26,7 +26,12 @@ class Attempts:
         """
         member, identity = self._member, header.identity
         committed = await member.committed()
+        if member.head is None:
+            await self._refuse(identity, IncompleteError(f"{identity} was opened, and the run has no head: start anew"))
+            return
         if committed is not None and committed.version >= identity.version:
+            if member.stale:  # a publisher that went back itself would wait for this vote in vain
+                await self._refuse(identity, BaseMismatch(f"{identity} is not newer than {committed}: {member.stale}"))
             return
         if member.ref not in header.members and header.base in (None, member.holds):
             await member.say(member.join)  # what was said before has been lost
@@ -96,6 +101,7 @@ class Attempts:
             await member.hold(prepared.identity)
             member.move("opened")
             member.move("prepared")
+        member.lacks = 1
         member.move("head_names_it")
         await self._offers.offer_prepared(prepared)
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import takewhile
 
 from dcr import chain
-from dcr.errors import BaseMismatch, DigestMismatch, IncompleteError, RankError, StateError, StorageRebound
+from dcr.errors import (
+    BaseMismatch,
+    DigestMismatch,
+    IncompleteError,
+    LayoutError,
+    PayloadError,
+    RankError,
+    StateError,
+    StorageRebound,
+)
 from dcr.seams import Store
+from dcr.stages.compose import Uncomposable
 from dcr.subscribe.membership import Membership
 from dcr.subscribe.offers import Offers
 from dcr.subscribe.rank import Prepared, reader
@@ -22,6 +34,7 @@ class Backlog:
     def __init__(self, member: Membership, offers: Offers) -> None:
         self._member = member
         self._offers = offers
+        self._most: int | None = None  # how many links are tried as one, after more of them did not make one
 
     async def recognise(self) -> None:
         """If the weights as they were loaded are those of a version of the run, start from there."""
@@ -38,63 +51,90 @@ class Backlog:
                 return
 
     async def catch_up(self) -> None:
-        """Offer stored versions until live memory holds what the head names."""
+        """Offer the newest stored version until live memory holds what the head names."""
         member, store = self._member, self._member.store
         while store is not None:
             head = await member.committed()
             if head is None or head == member.holds:
+                self._most = None
                 return
             try:
                 links = await self._links(store, head)
+                member.lacks = len(links)
                 if member.holds is None or links[0].open.base is None:
-                    await self._offers.offer(Version(head, "seed", None), partial(self._seed, store, head))
+                    version = Version(head, "seed", None)
+                    await self._offers.offer(version, partial(self._seed, store, version))
                 else:
-                    await self._follow(store, links[0])
+                    await self._follow(store, _of_one_layout(links)[: self._most])
             except IncompleteError:
                 if await member.committed() == head:
                     raise
                 continue  # what was being read has been removed, since there is something newer
 
     async def _links(self, store: Store, head: Identity) -> list[chain.Stored]:
-        held = self._member.holds
-        if held is not None:
+        holds = self._member.holds
+        if holds is not None:
             try:
-                return await chain.back_from(store, head, until=held)
+                return await chain.back_from(store, head, until=holds)
             except IncompleteError as error:
-                self._member.emit("behind", held.version, detail=str(error))
+                self._member.emit("behind", holds.version, detail=str(error))
         return await chain.back_from(store, head, until=None)
 
-    async def _follow(self, store: Store, link: chain.Stored) -> None:
-        """Prepare and offer the stored version that comes after the one held."""
-        member = self._member
+    # ------------------------------------------------------------------ deltas
+
+    async def _follow(self, store: Store, links: Sequence[chain.Stored]) -> None:
+        """Prepare the stored versions that come after the one held as one, and offer the last of them.
+
+        Where they do not make one change, or one that fits, fewer are tried next: one of them alone at the end.
+        """
+        member, identity = self._member, links[-1].open.identity
         member.move("opened")
         try:
-            prepared = await self._prepare(store, link)
+            prepared = await self._prepare(store, links)
         except IncompleteError:
             member.move("dropped")
             raise
         except (BaseMismatch, DigestMismatch) as error:
-            if not await member.doubt(link.open.identity, error):
+            if await member.doubt(identity, error):
+                return
+            if len(links) == 1:
                 raise  # memory is as it should be: it is the stored version that does not fit
-            return
-        member.move("prepared")
-        member.move("head_names_it")
-        await self._offers.offer_prepared(prepared)
+            self._divide(links, error)
+        except (Uncomposable, PayloadError, LayoutError) as error:
+            member.move("dropped")
+            if len(links) == 1:
+                raise
+            self._divide(links, error)
+        else:
+            member.move("prepared")
+            member.move("head_names_it")
+            await self._offers.offer_prepared(prepared)
 
-    async def _prepare(self, store: Store, link: chain.Stored) -> Prepared:
-        rank, identity = self._member.rank, link.open.identity
-        receipt = self._member.receipt(link.open, stored=True)
-        await rank.bind(link.opened)
-        async with aclosing(store.read(identity)) as messages:
-            return await rank.prepare(receipt, reader(messages, identity), None)
+    def _divide(self, links: Sequence[chain.Stored], error: Exception) -> None:
+        self._most = len(links) // 2
+        detail = f"{len(links)} stored versions are not offered as one: {type(error).__name__}: {error}"
+        self._member.emit("divided", links[-1].open.identity.version, detail=detail)
 
-    async def _seed(self, store: Store, identity: Identity) -> Exception | None:
+    async def _prepare(self, store: Store, links: Sequence[chain.Stored]) -> Prepared:
+        member, link = self._member, links[0]
+        await member.rank.bind(link.opened)
+        if len(links) > 1:
+            prepared = await member.rank.compose(links, store.read)
+            member.emit("composed", prepared.identity.version, detail=f"{len(links)} stored versions as one")
+            return prepared
+        receipt = member.receipt(link.open, stored=True)
+        async with aclosing(store.read(link.open.identity)) as messages:
+            return await member.rank.prepare(receipt, reader(messages, link.open.identity), None)
+
+    # ------------------------------------------------------------------ seeds
+
+    async def _seed(self, store: Store, version: Version) -> Exception | None:
         """Write stored versions over whatever live memory holds: an anchor, and the deltas after it."""
         member, began_s = self._member, time.monotonic()
         try:
             await member.rank.require_awake()
             await member.rank.require_epoch()
-            links = await chain.back_from(store, identity, until=None)
+            links = await self._readable(store, version)
         except (IncompleteError, RankError, StateError, StorageRebound) as error:
             return error  # nothing has been written
         if member.holds is not None:
@@ -103,14 +143,54 @@ class Backlog:
         member.move("seed")
         paused_s = time.monotonic()
         try:
-            for link in links:
-                async with aclosing(store.read(link.open.identity)) as messages:
-                    await member.rank.overwrite(link.opened, messages)
+            last = await self._overwrite(store, version, links)
             pause_s = time.monotonic() - paused_s
-            await member.rank.require_root(identity, links[-1].seal.root)
+            await member.rank.require_root(version.identity, last.seal.root)
             await member.rank.refresh()
         except Exception as error:  # of the store, of the engine, or of what its user makes of the weights
-            await member.poison(identity, error)
+            await member.poison(version.identity, error)
             return error
-        await member.installed(identity, links[-1].seal.root, began_s, pause_s)
+        await member.installed(version.identity, last.seal.root, began_s, pause_s)
         return None
+
+    async def _readable(self, store: Store, version: Version) -> list[chain.Stored]:
+        """The links from an anchor to a version; to the newest one instead, where it has been removed.
+
+        Raises:
+            IncompleteError: it cannot be read, and there is nothing newer.
+        """
+        while True:
+            try:
+                return await chain.back_from(store, version.identity, until=None)
+            except IncompleteError as error:
+                await self._replace(version, error)
+
+    async def _overwrite(self, store: Store, version: Version, links: Sequence[chain.Stored]) -> chain.Stored:
+        """Write some links into live memory; the last one of those that were written. Raises as `_readable`."""
+        while True:
+            try:
+                for link in links:
+                    async with aclosing(store.read(link.open.identity)) as messages:
+                        await self._member.rank.overwrite(link.opened, messages)
+            except IncompleteError as error:
+                # an anchor writes every element, so it does not matter how far this one has come
+                await self._replace(version, error)
+                links = await self._readable(store, version)
+            else:
+                return links[-1]
+
+    async def _replace(self, version: Version, error: IncompleteError) -> None:
+        """Make a version that was removed before it was installed the newest one; each call finds a newer one.
+
+        Raises: the error that is given, if there is none.
+        """
+        head = await self._member.committed()
+        if head is None or head.version <= version.number:
+            raise error
+        self._member.emit("replaced", version.number, detail=f"by {head}: {error}")
+        version.identity = head
+
+
+def _of_one_layout(links: Sequence[chain.Stored]) -> list[chain.Stored]:
+    """The first links, as far as their layout is the same: positions mean elements of one layout only."""
+    return list(takewhile(lambda link: link.open.layout == links[0].open.layout, links))

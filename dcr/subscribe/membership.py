@@ -5,18 +5,25 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import anyio
+
 from dcr.commit import Member, Receipt, member_after
 from dcr.errors import BaseMismatch, DcrError, DigestMismatch, WireError
 from dcr.observe import Event, Observer
 from dcr.seams import Link, Run, Store
 from dcr.subscribe.rank import Rank
-from dcr.wire import Ack, Head, Header, Identity, Join, MemberRef, Message, Nack, Open
+from dcr.wire import Ack, Commit, Head, Header, Identity, Join, MemberRef, Message, Nack, Open
+
+READ_AGAIN_S = (0.0, 0.01, 0.1, 0.4)  # before each reading of a head that turns out to be older than it can be
+Standing = tuple[str, int, int]  # run, term and version, at least
 
 
 class Membership:
     """What a member is to its run. Live attempts and stored versions change it in turn, in one task.
 
-    rank: its live memory. holds: the version in it, None if none that is known. head: as it was read last.
+    rank: its live memory. holds: the version in it, None if none that is known. head: the newest that was read.
+    lacks: how many stored versions led from what it holds to the head when it last looked; from an anchor, if it holds
+    none of them. stale: why the head that was read last is not followed; empty if it is.
     """
 
     def __init__(self, ref: MemberRef, run: Run, link: Link, rank: Rank, observe: Observer) -> None:
@@ -25,6 +32,9 @@ class Membership:
         self.head: Head | None = None
         self.holds: Identity | None = None
         self.state = Member.EMPTY
+        self.lacks = 0
+        self.stale = ""
+        self._announced: Standing | None = None  # by what was received, until the head has been read
         self._run = run
         self._link = link
         self._back: Message | None = None
@@ -38,8 +48,24 @@ class Membership:
         return self._run.store
 
     async def committed(self) -> Identity | None:
-        """What the head names now."""
-        self.head, _ = await self._run.ledger.read()
+        """Read the head; what it names.
+
+        A head never goes back, so one that is older than what was read before, or than what messages have announced (a
+        cache, a replica, a restored backup), is read again for a moment. If it stays, it is not followed, and not an
+        error either: what is live stays, and the next read may be right.
+        """
+        for pause_s in READ_AGAIN_S:
+            await anyio.sleep(pause_s)
+            head, _ = await self._run.ledger.read()
+            stale = _staleness(head, self.head, self._announced)
+            if not stale:
+                break
+        self._announced = None
+        if not stale:
+            self.head = head
+        elif stale != self.stale:
+            self.emit("stale", head.identity.version if head and head.identity else None, detail=stale)
+        self.stale = stale
         return self.head.identity if self.head else None
 
     async def receive(self) -> Message:
@@ -47,7 +73,15 @@ class Membership:
         if self._back is not None:
             message, self._back = self._back, None
             return message
-        return await self._link.receive()
+        message = await self._link.receive()
+        match message.header:
+            case Commit(identity=identity):
+                self._announced = identity.run, identity.term, identity.version
+            case Open(identity=identity):  # a publisher's first head names no version, but its term
+                self._announced = identity.run, identity.term, -1
+            case _:
+                pass
+        return message
 
     def put_back(self, message: Message) -> None:
         """Have the last message received once more."""
@@ -105,6 +139,7 @@ class Membership:
     async def installed(self, identity: Identity, root: bytes, began_s: float, pause_s: float) -> None:
         """A version has been written and read back: show it, and say so."""
         self.holds = identity
+        self.lacks = 0
         self.move("installed")
         await self.show()
         self.emit("installed", identity.version, detail=f"{time.monotonic() - began_s:.6f} s", pause_s=pause_s)
@@ -138,3 +173,25 @@ class Membership:
         self.emit("lost_trust", identity.version, detail=str(error))
         self.holds = None
         self.move("lost_trust")
+
+
+def _staleness(head: Head | None, newest: Head | None, announced: Standing | None) -> str:
+    """What makes a head older than one that was read or announced before; empty if nothing does.
+
+    Heads of two runs have no order: whoever starts a new run where another one was is followed.
+    """
+    term, version = (-1, -1) if head is None else (head.term, _version(head))
+    before = [(newest.run, newest.term, _version(newest))] if newest else []
+    before += [announced] if announced else []
+    for run, least_term, least_version in before:
+        if (head is None or run == head.run) and (term < least_term or version < least_version):
+            return (
+                f"expected version {least_version} or later and term {least_term} or later in the head, found "
+                f"{f'version {version} and term {term}' if head else 'no head'}; it is not followed: see what answers "
+                "for the run, a cache or a restored backup"
+            )
+    return ""
+
+
+def _version(head: Head) -> int:
+    return -1 if head.identity is None else head.identity.version

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 import anyio
 import anyio.to_thread
 
-from dcr import digest, frames, plugins
+from dcr import chain, digest, frames, plugins
 from dcr.budget import ByteBudget
 from dcr.commit import Receipt
 from dcr.errors import BaseMismatch, DigestMismatch, IncompleteError, PayloadError, Poisoned, StateError, StorageRebound
@@ -19,9 +20,10 @@ from dcr.pipeline import Pipeline
 from dcr.seams import BasedCodec, Codec, Labelling, Loader, Readable, Undoable, Watching
 from dcr.stages import apply
 from dcr.stages.apply import Inspect, Prepare, Write
+from dcr.stages.compose import Compose, Union
 from dcr.stages.compress import Decompress
 from dcr.stages.transfer import Fetch
-from dcr.views import Lanes
+from dcr.views import Bits, Lanes
 from dcr.wire import Chunk, Identity, Message, Open
 
 Receive = Callable[[], Awaitable[Message]]
@@ -193,6 +195,36 @@ class Rank:
         target = await anyio.to_thread.run_sync(apply.verify, fetch.seal, self.layout, self._lanes, readies)
         return Prepared(seal.identity, seal.root, target, readies)
 
+    async def compose(
+        self, links: Sequence[chain.Stored], read: Callable[[Identity], AsyncGenerator[Message, None]]
+    ) -> Prepared:
+        """Fetch a chain of stored deltas, one link at a time, and prepare all of it as one; writes nothing.
+
+        Memory is held for what the links change together. links: of one layout, which is bound; the first starts from
+        what is held. read: the messages of one.
+
+        Raises: as `prepare`. Uncomposable: these links do not make one change.
+        """
+        await self.require_epoch()
+        union, seals = Union(self.layout), list[Message]()
+        for link in links:
+            async with aclosing(read(link.open.identity)) as messages:
+                seals.append(await self._join(union, link, messages))
+        readies = await self._run(union.prepare, self._loader)
+        target = await anyio.to_thread.run_sync(apply.verify_chain, seals, self.layout, self._lanes, readies)
+        return Prepared(links[-1].open.identity, links[-1].seal.root, target, readies)
+
+    async def _join(self, union: Union, link: chain.Stored, messages: AsyncIterator[Message]) -> Message:
+        """Add one link to a union; its seal."""
+        header = link.open
+        receipt = Receipt(header, run=header.identity.run, term=0, holds=header.base)
+        fetch = self._fetch(receipt, reader(messages, header.identity), None)
+        stages = Pipeline(self._decompress(union), Compose(union))
+        await stages.run(fetch, version=header.identity.version, observe=self._observe)
+        receipt.require_complete()
+        assert fetch.seal is not None
+        return fetch.seal
+
     async def inspect(
         self, receipt: Receipt, receive: Receive, again: AskAgain | None
     ) -> tuple[bytes, Prepared | None]:
@@ -256,8 +288,13 @@ class Rank:
     def _fetch(self, receipt: Receipt, receive: Receive, again: AskAgain | None) -> Fetch:
         return Fetch(receipt, self.layout, self._budget, receive=receive, again=again, timeout_s=self._timeout_s)
 
-    def _decompress(self) -> Decompress:
-        read = self._loader.read if isinstance(self._loader, Readable) else None
+    def _decompress(self, union: Union | None = None) -> Decompress:
+        """The stage that decodes; after a union, chunks that need their base get what it makes of live memory."""
+        loader = self._loader
+        if not isinstance(loader, Readable):
+            return Decompress(self.layout, self._codecs, None, workers=self._workers)
+        live: Callable[[int], Bits] = loader.read
+        read = live if union is None else (lambda frame: union.over(frame, live(frame)))
         return Decompress(self.layout, self._codecs, read, workers=self._workers)
 
     async def _seen(self) -> bytes:

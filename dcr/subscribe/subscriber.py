@@ -112,6 +112,17 @@ class Subscriber:
         return holds.version if holds else None
 
     @property
+    def latest(self) -> int | None:
+        """The newest committed version that this member has seen, None if none; it does not look while it offers."""
+        head = self._member.head if self._member else None
+        return head.identity.version if head and head.identity else None
+
+    @property
+    def behind(self) -> int:
+        """How many committed versions this member lacked when it last looked; from an anchor on, if it held none."""
+        return self._member.lacks if self._member else 0
+
+    @property
     def may_serve(self) -> bool:
         """True if live memory holds exactly one committed version."""
         if self._member is None or isinstance(self._error, StorageRebound):
