@@ -296,7 +296,7 @@ def weights_are_recognised_by_their_bits(recognise: Any) -> Any:
         head = await member.committed()
         if head is not None and member.store is not None:
             await member.rank.bind((await member.store.describe(head))[0])
-            member.hold(head)
+            await member.hold(head)
 
     return believed
 
@@ -420,10 +420,10 @@ def _anchors_have_tasks(work: Any) -> Any:
     return with_a_group
 
 
-@becomes(Flights, "_anchor")
-def _anchors_beside_commits(anchor: Any) -> Any:
-    async def beside(self: Any, committed: Identity, *, is_anchor: bool) -> None:
-        self.group.start_soon(partial(anchor, self, committed, is_anchor=is_anchor))
+@becomes(Flights, "_keep")
+def _anchors_beside_commits(keep: Any) -> Any:
+    async def beside(self: Any, report: Any) -> None:
+        self.group.start_soon(partial(keep, self, report))
 
     return beside
 
