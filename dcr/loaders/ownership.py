@@ -160,7 +160,7 @@ def _read(path: Path) -> Owner | None:
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(MAX_RECORD_BYTES), type=Owner)
-    except (OSError, msgspec.MsgspecError):
+    except (FileNotFoundError, msgspec.MsgspecError):
         return None
 
 
