@@ -17,6 +17,7 @@ from dcr.observe import Event, Summary
 from dcr.patch import Operation, Patch
 from dcr.pipeline import DROP, FunctionStage, Inbox, Outbox, Pipeline, stage
 from dcr.publish import Answer, Publisher, Refit, Report
+from dcr.seams.required import Rule, judge
 from dcr.subscribe import Subscriber, Version
 from dcr.wire import MemberRef
 
@@ -83,6 +84,7 @@ async def connect(
     url: str, *, role: Literal["sender", "member"], member: str = "", transport: Transport | None = None
 ) -> AsyncIterator[Link]:
     """A bare link to a run, for a pipeline of one's own. `member` names a member's side."""
+    judge(role=(role, Rule("'sender' or 'member'", "'sender'", ("sender", "member").__contains__)))
     chosen = plugins.transport_for(url, transport)
     async with chosen.open(url) as run:
         side: AbstractAsyncContextManager[Link] = (

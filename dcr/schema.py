@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 import msgspec
 import numpy as np
 
-from dcr.errors import SchemaError
+from dcr.errors import OptionError, SchemaError
 from dcr.views import Lanes
 
 # Bytes per element of the dtypes whose element is one word, an unsigned integer of 1, 2, 4 or 8 bytes. An element of
@@ -68,13 +68,13 @@ def patterns(waive: Sequence[str]) -> tuple[str, ...]:
     """Patterns of names (as in fnmatch), as they are given to `waive`.
 
     Raises:
-        TypeError: one text, each letter of which would be a pattern, or something else that is no sequence of texts.
+        OptionError: one text, each letter of which would be a pattern, or something else that is no sequence of texts.
     """
     if isinstance(waive, str):
-        raise TypeError(f"expected a sequence of name patterns, found the text {waive!r}; write waive=[{waive!r}]")
+        raise OptionError(f"expected a sequence of name patterns, found the text {waive!r}; write waive=[{waive!r}]")
     found = tuple(waive)
     if wrong := [one for one in found if not isinstance(one, str)]:
-        raise TypeError(f"expected name patterns such as 'v_head.*', found {wrong[0]!r}")
+        raise OptionError(f"expected name patterns such as 'v_head.*', found {wrong[0]!r}")
     return found
 
 

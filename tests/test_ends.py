@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -121,3 +123,52 @@ def test_without_an_event_loop_the_blocking_end_is_named() -> None:
     opening = publisher_of("local:///nowhere", weights(1)).open()
     with pytest.raises(StateError, match=r"lives on an event loop of asyncio.*dcr\.blocking\.publisher"):
         opening.send(None)
+
+
+FORKED = """
+import asyncio, multiprocessing, sys, warnings
+import torch
+import dcr
+warnings.simplefilter("ignore", DeprecationWarning)
+
+
+def child(calls):
+    said = []
+    for call in calls:
+        try:
+            asyncio.run(call())
+        except dcr.DcrError as error:
+            said.append("belongs to process" in str(error))
+    sys.exit(len(calls) if said == [True] * len(calls) else 99)
+
+
+async def main():
+    trainer, engine, url = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), "local://" + sys.argv[1]
+    async with (
+        dcr.publisher(url, source=dcr.source(trainer)) as publisher,
+        dcr.subscriber(url, loader=dcr.loader("module", engine), member="m") as versions,
+    ):
+        await publisher.joined(1)
+        refit = await publisher.publish(1)
+        version = await anext(versions)
+        calls = [
+            publisher.publish, publisher.captured, publisher.aclose, refit.committed, refit.installed,
+            versions.__anext__, versions.aclose, version.install,
+        ]
+        process = multiprocessing.get_context("fork").Process(target=child, args=(calls,))
+        process.start()
+        process.join(60)
+        print(process.exitcode == len(calls))
+        await version.install()
+        print((await refit.installed())["m"].said, publisher.members)
+
+
+asyncio.run(main())
+"""
+
+
+def test_a_fork_that_uses_its_parents_ends_is_told_and_does_nothing_to_them(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert process.stdout.splitlines() == ["True", "installed ['m']"], process.stderr

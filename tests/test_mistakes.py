@@ -19,6 +19,7 @@ from dcr.loaders.engine import Pairs
 from dcr.loaders.native import NativeLoader
 from dcr.observe import Event
 from dcr.subscribe.ranks import Ranks
+from dcr.subscribe.workers import Worker, accept
 from dcr.testing.memory import MemoryTransport
 from dcr.transports.local import LocalTransport
 
@@ -207,6 +208,9 @@ def test_a_part_without_its_verbs_is_refused_with_what_it_lacks(option: str) -> 
         (lambda: LocalTransport(stale_s="30"), "stale_s"),  # type: ignore[arg-type]
         (lambda: LocalTransport(fsync="no"), "fsync"),  # type: ignore[arg-type]
         (lambda: dcr.stage(workers=0)(print), "workers"),
+        (lambda: Worker(None, rank=0, timeout_s=0), "timeout_s"),  # type: ignore[arg-type]
+        (lambda: accept(None, 0, b""), "world"),  # type: ignore[arg-type]
+        (lambda: dcr.connect("local:///nowhere", role="trainer").__aenter__().send(None), "role"),  # type: ignore[arg-type]
         (lambda: dcr.stage(3), "function"),  # type: ignore[call-overload]
         (lambda: dcr.Pipeline(print), "stages"),  # type: ignore[call-overload]
         (lambda: dcr.Pipeline(dcr.stage(print), depth=-1), "depth"),

@@ -18,7 +18,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 from transformers.utils import logging
 
-from dcr.errors import SchemaError
+from dcr.errors import OptionError, SchemaError
 from dcr.loaders.engine import Pairs
 from dcr.loaders.native import NativeLoader
 
@@ -70,10 +70,10 @@ def loader(model: PreTrainedModel, *, waive: Sequence[str] = ()) -> NativeLoader
     """A loader for a model in host memory; waive: as in `dcr.loaders.native.NativeLoader`.
 
     Raises:
-        TypeError: this is no model of transformers, or `waive` is no sequence.
+        OptionError: this is no model of transformers, or `waive` is no sequence.
     """
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(
+        raise OptionError(
             f"expected a model of transformers (PreTrainedModel), found {type(model).__name__}; "
             'any other torch module is dcr.loader("module", model)'
         )

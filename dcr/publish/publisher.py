@@ -54,6 +54,7 @@ from dcr.wire import Head
 ANCHORS = Rule(
     "'auto', None or a whole number of 1 or more", "100", lambda every: every in ("auto", None) or is_whole(every, 1)
 )
+NAME = Rule("a member's name as text", "'rollout-0'", lambda name: isinstance(name, str))
 MAX_VERSION = (1 << 63) - 1  # numbers travel as integers of 64 bits
 
 
@@ -200,6 +201,7 @@ class Publisher:
         Raises:
             StateError: this is not the publisher's first rank. RemoteError, OSError: the run could not be told.
         """
+        judge(member=(member, NAME))
         counted = self._led.roster.dismiss(member)
         return await dismissal.dismiss(self._run, member) > 0 or counted
 

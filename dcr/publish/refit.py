@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import anyio
 
 from dcr.choice import Chosen
+from dcr.closing import require_process
 from dcr.errors import StateError
 from dcr.observe import Summary
 from dcr.wire import Identity, MemberRef
@@ -107,6 +109,7 @@ class Refit:
         self.waiting = 0
         self.was_bound = False
         self._bound = anyio.Event()
+        self._pid = os.getpid()
         self._captured = anyio.Event()
         self._ended = anyio.Event()
         self._installed = anyio.Event()
@@ -209,6 +212,7 @@ class Refit:
 
     async def _until(self, event: anyio.Event) -> None:
         """Wait for an event; where it has happened, without a chance to be cancelled: a wait of 0 s then succeeds."""
+        require_process("publisher", self._pid)
         if not event.is_set():
             self.waiting += 1
             try:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from dcr import reference
-from dcr.errors import SchemaError
+from dcr.errors import OptionError, SchemaError
 from dcr.schema import DTYPES
 
 CASTS = {("float32", "bfloat16"): reference.F32_BF16, ("float32", "float16"): reference.F32_F16}
@@ -22,13 +22,13 @@ def named_dtypes(dtype: Dtypes, names: Sequence[str]) -> Named:
     """The same with dtypes by name, checked against the names of the tensors.
 
     Raises:
-        TypeError: it is something else. SchemaError: no such dtype can be published, or a pattern fits no tensor, so
+        OptionError: it is something else. SchemaError: no such dtype can be published, or a pattern fits no tensor, so
             that what it meant would stay as it is; names it.
     """
     if dtype is None or isinstance(dtype, (str, torch.dtype)):
         return None if dtype is None else _name(dtype)
     if not isinstance(dtype, Mapping):
-        raise TypeError(
+        raise OptionError(
             "expected a dtype such as 'bfloat16' or torch.bfloat16, or a mapping from name patterns to dtypes, such "
             f"as {{'*.weight': 'bfloat16'}}; found {type(dtype).__name__}"
         )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from dcr.boxes import Box, is_injective, whole
-from dcr.errors import LayoutError, SchemaError
+from dcr.errors import LayoutError, OptionError, SchemaError
 from dcr.schema import DTYPES, PAIRS, require_text, waived, width_of
 from dcr.sources.bits import storage_bits
 from dcr.views import Bits
@@ -171,10 +171,10 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
 def require_module(given: object) -> None:
     """
     Raises:
-        TypeError: it is something else; says what.
+        OptionError: it is something else; says what.
     """
     if not isinstance(given, torch.nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, whose tensors are the weights; found {type(given).__name__}")
+        raise OptionError(f"expected a torch.nn.Module, whose tensors are the weights; found {type(given).__name__}")
 
 
 def require_unflattened(module: torch.nn.Module) -> None:

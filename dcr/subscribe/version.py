@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import anyio
 
-from dcr.closing import outwait
+from dcr.closing import outwait, require_process
 from dcr.errors import StateError
 from dcr.wire import Identity
 
@@ -25,6 +26,7 @@ class Version:
         self.kind = kind
         self.changed = changed
         self.installed = False
+        self._pid = os.getpid()
         self._wanted = anyio.Event()
         self._answered = anyio.Event()
         self._error: Exception | None = None
@@ -50,6 +52,7 @@ class Version:
             StorageRebound: a weight was replaced since it was bound: do not serve; subscribe anew.
             StateError: it is installed already, or the subscriber was closed.
         """
+        require_process("subscriber", self._pid)
         if self.installed or self._wanted.is_set():
             raise StateError(f"version {self.number} {'is' if self.installed else 'is being'} installed already")
         if self._closed:

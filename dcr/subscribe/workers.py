@@ -29,6 +29,7 @@ from dcr.errors import LocalError, RankError, WireError
 from dcr.frames import Layout, Region
 from dcr.patch import Change, Operation
 from dcr.seams import RankLoader, RankReady, Watching
+from dcr.seams.required import SECONDS, WHOLE, judge
 from dcr.subscribe.calls import (
     Answer,
     Awake,
@@ -82,6 +83,7 @@ class Worker:
     """
 
     def __init__(self, connection: socket.socket, *, rank: int, timeout_s: float = 600.0) -> None:
+        judge(timeout_s=(timeout_s, SECONDS))
         connection.settimeout(timeout_s)
         self._connection = connection
         self._rank = rank
@@ -244,6 +246,7 @@ def accept(
     Raises:
         RankError: not all came within timeout_s, or two claim one rank, or one has another key or world.
     """
+    judge(world=(world, WHOLE), timeout_s=(timeout_s, SECONDS), answer_s=(answer_s, SECONDS))
     listener.settimeout(timeout_s)
     connected: dict[int, socket.socket] = {}
     with ExitStack() as failed:
