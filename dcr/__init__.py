@@ -6,13 +6,14 @@ build flows of one's own; `dcr.blocking` gives publisher and subscriber a synchr
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcr import plugins
 from dcr.budget import ByteBudget, GiB, MiB
 from dcr.errors import DcrError
+from dcr.frozen import FrozenSource
 from dcr.observe import Event, Summary
 from dcr.patch import Operation, Patch
 from dcr.pipeline import DROP, FunctionStage, Inbox, Outbox, Pipeline, stage
@@ -60,14 +61,16 @@ publisher = Publisher
 subscriber = Subscriber
 
 
-def source(weights: Any, *, kind: str = "module", **options: Any) -> Source:
+def source(weights: Any, *, kind: str = "module", frozen: Sequence[str] | None = None, **options: Any) -> Source:
     """A trainer's weights as a source; `kind` names a plugin of dcr.sources, which takes the options.
 
     "module": one process (`dcr.sources.module`). "dtensor": FSDP2 and tensor parallel. "zero": DeepSpeed. "megatron":
     Megatron-core. "probe": whatever has an exporter. docs/sources.md says which to take.
+    frozen: patterns of names (as in fnmatch) of tensors that must not change, such as those below an adapter: deltas do
+    not hold them, and a change of one is an error (`dcr.errors.FrozenChanged`) within 64 versions.
     """
     made: Source = plugins.load("dcr.sources", kind, called=SOURCES)(weights, **options)
-    return made
+    return made if frozen is None else FrozenSource(made, frozen)
 
 
 def loader(kind: str, engine: Any, **options: Any) -> Loader[Any]:

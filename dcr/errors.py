@@ -53,6 +53,10 @@ class CopiesDiffer(LocalError):
     """Ranks, or names on one rank, that hold the same elements hold different bits of them."""
 
 
+class FrozenChanged(LocalError):
+    """A tensor that was said to be frozen holds other bits than were published."""
+
+
 class RankError(LocalError):
     """Another rank of this publisher or of this member failed, or its process is gone."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +16,7 @@ import msgspec
 from dcr import digest, frames, kernels
 from dcr.errors import CopiesDiffer
 from dcr.frames import Shard, SourceFrame
+from dcr.frozen import SLICES, slice_of
 from dcr.schema import Schema, keys
 from dcr.seams import Source, Twins
 from dcr.stages.construct import Tables
@@ -55,19 +56,32 @@ class Copies:
         self._schema = source.schema
         self._frame_elems = frame_elems
         self._keys = keys(source.schema.tensors)
-        self._regions = {one.key: self._cut(one.shards) for one in getattr(source, "copies", ())}
+        frozen: Container[int] = getattr(source, "frozen", ())
+        self._regions: dict[bytes, _Regions] = {}
+        self._moving: list[bytes] = []
+        self._still: list[Sequence[bytes]] = []  # per set of holders, the parts of what is frozen, alike on all ranks
+        for one in getattr(source, "copies", ()):
+            still = [shard for shard in one.shards if shard.tensor in frozen]
+            self._moving.append(one.key)
+            self._regions[one.key] = self._cut([shard for shard in one.shards if shard.tensor not in frozen])
+            parts = {one.key + bytes([turn]): slice_of(still, turn) for turn in range(min(SLICES, len(still)))}
+            self._still.append(list(parts))
+            self._regions |= {key: self._cut(shards) for key, shards in parts.items()}
         self._twins: Sequence[Twins] = getattr(source, "twins", ())
         self._lanes: dict[bytes, Lanes] = {}
 
-    def roots(self, storages: Sequence[Bits]) -> tuple[Root, ...]:
+    def roots(self, storages: Sequence[Bits], turn: int | None = None) -> tuple[Root, ...]:
         """What this rank's copies hold. One read of them; in a worker thread.
+
+        turn: which slice of what is frozen is read, as for `dcr.frozen.slice_of`; None: all of it.
 
         Raises:
             CopiesDiffer: two names of one tensor lie apart on this rank, and hold different bits.
         """
         for twins in self._twins:
             self._require_equal(twins, storages)
-        self._lanes = {key: self._digest(regions, storages) for key, regions in self._regions.items()}
+        chosen = [key for keys in self._still for key in (keys if turn is None else slice_of(keys, turn))]
+        self._lanes = {key: self._digest(self._regions[key], storages) for key in (*self._moving, *chosen)}
         return tuple(Root(key, _root(lanes)) for key, lanes in self._lanes.items())
 
     def details(self, differing: Sequence[bytes]) -> tuple[Detail, ...]:

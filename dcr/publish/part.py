@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import anyio
@@ -16,6 +16,7 @@ from dcr.choice import Chosen
 from dcr.coverage import Tally
 from dcr.errors import DigestMismatch, SchemaError, StateError
 from dcr.frames import FrameSpec, Layout, Shard, SourceFrame
+from dcr.frozen import slice_of
 from dcr.observe import Event, Observer, Summary
 from dcr.patch import Patch
 from dcr.pipeline import Pipeline
@@ -83,11 +84,13 @@ class Part:
         self._stages = tuple(stages)
         self._workers = workers
         self._observe = observe
-        self._direct = frames.plan(source.schema, source.shards, frame_elems)
+        frozen: Container[int] = getattr(source, "frozen", ())
+        self._direct = _cut(source.schema, source.shards, frozen, frame_elems)
         self._tables = Tables(self._direct)
         self._copies = Copies(source, frame_elems)
         self._storages: Sequence[Bits] = ()  # while a version is captured
-        self._groups = [(group, _plan(group, source.schema, frame_elems)) for group in source.residual]
+        self._groups = [(group, _plan(group, source.schema, frozen, frame_elems)) for group in source.residual]
+        self._turn = 0  # versions committed: which frames are audited, and which slice of the frozen ones is looked at
         self._fingerprints: list[bytes] = []  # of what the conversions of the committed version have read
         self._found: list[bytes] = []  # of what they read now
 
@@ -115,6 +118,11 @@ class Part:
         self._own = range(first, first + len(plans[rank].specs))
         self._conversions: list[Conversion] = []
         first += len(self._direct)
+        self._frozen = frozenset(
+            number
+            for number, spec in zip(self._own, plans[rank].specs, strict=True)
+            if spec.regions[0].tensor in getattr(self._source, "frozen", ())
+        )
         for group, own in self._groups:
             self._conversions.append(Conversion(group, own, first))
             first += len(own)
@@ -154,7 +162,7 @@ class Part:
         Raises:
             CopiesDiffer: this rank itself holds some elements twice, and not alike.
         """
-        return await anyio.to_thread.run_sync(self._copies.roots, self._storages)
+        return await anyio.to_thread.run_sync(self._copies.roots, self._storages, self._slice)
 
     async def details(self, differing: Sequence[bytes]) -> tuple[Detail, ...]:
         """The same of some copies, tensor by tensor."""
@@ -203,9 +211,13 @@ class Part:
         """Compare, convert what is stale, compress and send. `bind` comes first.
 
         Raises:
-            StateError: a stage dropped chunks. Any error of a stage.
+            FrozenChanged: a tensor that must not change has; names it. StateError: a stage dropped chunks. Any error of
+                a stage.
         """
-        version, count = compress.identity.version, len(self._direct)
+        own = self._own[: len(self._direct)]
+        moving = [frame for frame in own if frame not in self._frozen]
+        looked_at = slice_of([frame for frame in own if frame in self._frozen], self._turn)
+        fed = own if self._slice is None else [*moving, *looked_at]
 
         def read() -> None:
             self._storages = ()  # nothing of the trainer's memory is kept between two versions
@@ -220,11 +232,12 @@ class Part:
             tables=self._tables,
             conversions=conversions,
             workers=self._workers,
-            audited=self._own.start + version % count if count else None,
+            audited=moving[self._turn % len(moving)] if moving else None,
             captured=read,
             is_dense=compress.is_dense,
+            frozen=self._frozen,
         )
-        refs, wire_bytes, summary = await self._send(construct, self._own[:count], link, compress)
+        refs, wire_bytes, summary = await self._send(construct, fed, link, compress)
         patches = list(self.baseline.patches())
         if missing := {patch.frame.index for patch in patches} - {ref.frame for ref in refs}:
             raise StateError(f"a stage dropped the chunks of frames {sorted(missing)[:8]}; a version needs them all")
@@ -257,7 +270,7 @@ class Part:
         return sent
 
     async def _send(
-        self, first: Stage[int, Patch], own: range, link: Writer, compress: Compress
+        self, first: Stage[int, Patch], own: Sequence[int], link: Writer, compress: Compress
     ) -> tuple[list[ChunkRef], int, Summary]:
         transfer, refs = Transfer(link, compress.sent), list[ChunkRef]()
         pipeline: Pipeline[int, ChunkRef] = Pipeline(first, compress, *self._stages, transfer)
@@ -272,6 +285,7 @@ class Part:
 
     async def fold(self, identity: Identity) -> None:
         """The head names `identity`."""
+        self._turn += 1
         await anyio.to_thread.run_sync(self.baseline.fold, identity)
         self._fingerprints = self._found
 
@@ -290,16 +304,28 @@ class Part:
             self.baseline.clear()
             raise
 
+    @property
+    def _slice(self) -> int | None:
+        """Which slice of what is frozen is looked at; None: all of it, since there is no version yet."""
+        return None if self.baseline.identity is None else self._turn
+
     def _nbytes(self, group: Residual) -> int:
         """Canonical bytes of a group."""
         specs = self.schema.tensors
         return sum(specs[tensor].numel * specs[tensor].width for tensor in group.tensors)
 
 
-def _plan(group: Residual, schema: Schema, frame_elems: int) -> list[SourceFrame]:
+def _cut(schema: Schema, shards: Sequence[Shard], frozen: Container[int], frame_elems: int) -> list[SourceFrame]:
+    """Frames of what may change, and then frames of what must not."""
+    still = [shard for shard in shards if shard.tensor in frozen]
+    moving = [shard for shard in shards if shard.tensor not in frozen] if still else shards
+    return [*frames.plan(schema, moving, frame_elems), *frames.plan(schema, still, frame_elems)]
+
+
+def _plan(group: Residual, schema: Schema, frozen: Container[int], frame_elems: int) -> list[SourceFrame]:
     """The frames of a residual group over the arrays that it converts to; none where another rank owns it."""
     if not group.owned:
         return []
     boxes = [Box(0, 0, (Dim(schema.tensors[tensor].numel, 1, 1),)) for tensor in group.tensors]
     shards = [Shard(tensor, number, box) for number, (tensor, box) in enumerate(zip(group.tensors, boxes, strict=True))]
-    return frames.plan(schema, shards, frame_elems)
+    return _cut(schema, shards, frozen, frame_elems)

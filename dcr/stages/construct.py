@@ -7,7 +7,7 @@ One pass over memory per frame: N source elements and N baseline elements are re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from operator import is_
 
@@ -18,7 +18,7 @@ import numpy as np
 from dcr import kernels
 from dcr.baseline import Baseline
 from dcr.choice import outgrows
-from dcr.errors import DigestMismatch, SchemaError, StateError
+from dcr.errors import DigestMismatch, FrozenChanged, SchemaError, StateError
 from dcr.frames import Frame, SourceFrame
 from dcr.patch import Patch
 from dcr.pipeline import DROP, Drop, Inbox, Outbox, serve
@@ -68,7 +68,8 @@ class Construct:
     plan: the frames whose numbers may come, numbered from `first` on; tables: theirs, where they are kept.
     conversions: groups to convert, in this order. audited: a frame whose captured weights are digested as well, so that
     a compare that missed something is found. captured: called when everything has been read. is_dense: whether a frame
-    is sent whole, given how many of its elements changed, how many it has, and their width.
+    is sent whole, given how many of its elements changed, how many it has, and their width. frozen: frames that may
+    not differ from the baseline.
     """
 
     name = "construct"
@@ -86,6 +87,7 @@ class Construct:
         audited: int | None = None,
         captured: Callable[[], None] = lambda: None,
         is_dense: Callable[[int, int, int], bool] = outgrows,
+        frozen: Container[int] = frozenset(),
     ) -> None:
         self.workers = workers
         self.depth = max(1, len(plan) + sum(len(conversion.plan) for conversion in conversions))
@@ -97,6 +99,7 @@ class Construct:
         self._audited = audited
         self._captured = captured
         self._is_dense = is_dense
+        self._frozen = frozen
 
     async def run(self, inbox: Inbox[int], outbox: Outbox[Patch]) -> None:
         """See `dcr.seams.Stage`."""
@@ -127,6 +130,7 @@ class Construct:
         """The patch of one frame, None if nothing changed; runs in a worker thread.
 
         Raises:
+            FrozenChanged: it is frozen, and differs from the baseline.
             DigestMismatch: the audited frame's captured bits are not what the patch says.
         """
         number = index - self._first
@@ -136,6 +140,9 @@ class Construct:
         frame, base = self._baseline.layout.frames[index], self._baseline.base(index)
         if base is None:
             return _anchor(frame, table, kind)
+        if index in self._frozen:
+            _require_unchanged(frame, table, kind, base, self._baseline.layout.schema)
+            return None
         patch = _delta(frame, table, kind, base, self._is_dense)
         if index == self._audited:
             _audit(frame, table, kind, base, patch)
@@ -211,6 +218,18 @@ def _delta(
     old_sums = kernels.digest(canonical_table(frame, base), frame.keys)
     new_sums = kernels.digest(canonical_table(frame, dense), frame.keys)
     return Patch(frame, None, dense, base, len(positions), old_sums, new_sums)
+
+
+def _require_unchanged(frame: Frame, table: Table, kind: int, base: Bits, schema: Schema) -> None:
+    positions, _, _, new_sums, old_sums = kernels.capture(table, frame.keys, base, kind)
+    if len(positions):
+        changed = np.flatnonzero((new_sums != old_sums).any(axis=1)).tolist()
+        names = ", ".join(schema.tensors[frame.tensors[tensor]].name for tensor in changed[:5])
+        raise FrozenChanged(
+            f"{names}{' and more' if len(changed) > 5 else ''} must not change, and no longer is what was published "
+            f"({len(positions)} elements of what was looked at differ): put it back, or make a new source and a new "
+            "publisher that do not list it as frozen"
+        )
 
 
 def _audit(frame: Frame, table: Table, kind: int, base: Bits, patch: Patch | None) -> None:

@@ -1,0 +1,74 @@
+"""Tensors that must not change: said by name, left out of deltas, and looked at one slice per version.
+
+A slice of them is compared with what was published, and another one with the next version, so that all are seen within
+SLICES versions. A slice in which something changed is the next one again, until it is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from dcr.errors import OptionError, SchemaError
+from dcr.frames import Shard
+from dcr.schema import Schema
+from dcr.seams import Copy, Residual, Source, Twins
+from dcr.views import Bits
+
+SLICES = 64
+T = TypeVar("T")
+
+
+def frozen_tensors(patterns: Sequence[str], schema: Schema) -> frozenset[int]:
+    """The tensors that fit some name patterns (as in fnmatch), as indices into a schema.
+
+    Raises:
+        OptionError: these are no patterns. SchemaError: one fits no tensor, or only a further name of a tied one.
+    """
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(f"expected a sequence of name patterns, found {patterns!r}; write frozen=['model.base.*']")
+    found: set[int] = set()
+    for pattern in patterns:
+        fits = {number for number, spec in enumerate(schema.tensors) if fnmatchcase(spec.name, pattern)}
+        if not fits:
+            raise SchemaError(_unfit(pattern, schema))
+        found |= fits
+    return frozenset(found)
+
+
+def slice_of(items: Sequence[T], turn: int) -> Sequence[T]:
+    """Those that are looked at in one of min(SLICES, how many there are) turns."""
+    return items[turn % min(SLICES, len(items)) :: SLICES] if items else items
+
+
+class FrozenSource:
+    """A source of which some tensors must not change.
+
+    frozen: these, as indices into the schema.
+    """
+
+    def __init__(self, source: Source, patterns: Sequence[str]) -> None:
+        self._source = source
+        self.schema: Schema = source.schema
+        self.shards: Sequence[Shard] = source.shards
+        self.residual: Sequence[Residual] = source.residual
+        self.copies: Sequence[Copy] = getattr(source, "copies", ())
+        self.twins: Sequence[Twins] = getattr(source, "twins", ())
+        self.frozen = frozen_tensors(patterns, source.schema)
+
+    def storages(self) -> Sequence[Bits]:
+        """See `dcr.seams.Source.storages`."""
+        return self._source.storages()
+
+
+def _unfit(pattern: str, schema: Schema) -> str:
+    for spec in schema.tensors:
+        for alias in spec.aliases:
+            if fnmatchcase(alias, pattern):
+                return (
+                    f"frozen={pattern!r} fits {alias}, which is tied to {spec.name} and published under that name; "
+                    f"write {spec.name!r}"
+                )
+    name = schema.tensors[0].name if schema.tensors else ""
+    return f"frozen={pattern!r} fits no tensor; names here are {name!r} and the like"
