@@ -2,14 +2,16 @@
 
     head                                  the head record, replaced by compare-and-set under a file lock
     members/<member>.<incarnation>        a Join, for as long as the member takes part; touched as a sign of life
+    open.<term>                           the name of the attempt that the publisher of this term has opened last
     attempts/<version>.<term>.<attempt>/  one attempt, immutable once sealed
         open, 0000-00000000.chunk, ..., seal  in this order; chunks are named by their writer and its count
         abort                             the publisher gave it up
         votes/<member>.<incarnation>.<n>  Acks and Nacks
 
-Every file is one wire message, written under a temporary name and renamed, so that what has its name is whole. Chunks
-are flushed to the disk before the seal, and the seal before the head: a version survives the host once the head
-names it. Sides find each other's files by looking; nothing is ever appended to.
+Every file but `open.<term>` is one wire message. All are written under a temporary name and renamed, so that what has
+its name is whole. Chunks are flushed to the disk before the seal, and the seal before the head: a version survives the
+host once the head names it. Sides find each other's files by looking, at what is live and never at all that is kept;
+nothing is ever appended to.
 """
 
 from __future__ import annotations

@@ -25,6 +25,20 @@ def folder_name(identity: Identity) -> str:
     return f"{identity.version:012d}.{identity.term:06d}.{identity.attempt:04d}"
 
 
+def pointer_name(term: int) -> str:
+    """The file that names the attempt which the publisher of a term has opened last."""
+    return f"open.{term:06d}"
+
+
+def read_name(path: Path) -> str | None:
+    """The attempt's name that such a file holds; None if there is none, or something else."""
+    try:
+        name = path.read_text()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+    return name if ATTEMPT.fullmatch(name) else None
+
+
 def chunk_name(writer: int, number: int) -> str:
     return f"{writer:04d}-{number:08d}.chunk"
 

@@ -16,7 +16,7 @@ import anyio.to_thread
 from dcr import wire
 from dcr.errors import IncompleteError, LocalError, WireError
 from dcr.transports.local.desk import Desk
-from dcr.transports.local.files import attempt_folders, file_name, folder_name, listed, load, order
+from dcr.transports.local.files import file_name, folder_name, listed, load, order, pointer_name, read_name
 from dcr.wire import Abort, Ack, Commit, Head, Identity, Join, Leave, MemberRef, Message, Nack, Open
 
 if TYPE_CHECKING:
@@ -104,29 +104,30 @@ class MemberLink:
         return self._open(head)
 
     def _open(self, head: Head) -> Message | None:
-        """The newest attempt that is live: not seen before, of the head's term, beyond its version, not given up."""
+        """The attempt that the head's publisher has opened last, if it is live: not seen before, and not given up.
+
+        Its name is looked up, not listed: a run may keep thousands of attempts, and this is asked at every poll.
+        """
         floor = head.identity.version if head.identity else -1
-        for folder in sorted(
-            attempt_folders(self._run.root / "attempts"), key=lambda path: order(path.name), reverse=True
-        ):
-            version, term, _ = order(folder.name)
-            if folder.name == self._last or version <= floor:
-                return None
-            if term != head.term or (folder / "abort").exists():
-                continue
-            try:
-                message = load(folder / "open")
-            except IncompleteError:
-                continue  # it is being made
-            except WireError:
-                self._last = folder.name
-                raise
-            self._last = folder.name
-            assert isinstance(message.header, Open)
-            self._folder, self._seen, self._opened = folder, set(), message.header.identity
-            self._waiting.clear()
-            return message
-        return None
+        name = read_name(self._run.root / pointer_name(head.term))
+        if name is None or name == self._last:
+            return None
+        folder = self._run.root / "attempts" / name
+        version, term, _ = order(name)
+        if version <= floor or term != head.term or (folder / "abort").exists():
+            return None
+        try:
+            message = load(folder / "open")
+        except IncompleteError:
+            return None  # it was removed
+        except WireError:
+            self._last = name
+            raise
+        self._last = name
+        assert isinstance(message.header, Open)
+        self._folder, self._seen, self._opened = folder, set(), message.header.identity
+        self._waiting.clear()
+        return message
 
     def _wait_over(self, folder: Path) -> Message:
         """The next message that waits in the attempt's folder; or its end, if that has come meanwhile."""

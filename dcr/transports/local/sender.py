@@ -13,7 +13,7 @@ import anyio.to_thread
 from dcr import wire
 from dcr.errors import IncompleteError, LocalError
 from dcr.transports.local.desk import Desk
-from dcr.transports.local.files import chunk_name, clock, folder_name, listed, load, stamp
+from dcr.transports.local.files import chunk_name, clock, folder_name, listed, load, pointer_name, stamp
 from dcr.wire import Abort, Chunk, Commit, Identity, Join, Leave, Message, Open, Seal
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class SenderLink:
                 self._chunks = 0
                 self._folders.append(self._folder)
                 disk.write(self._folder / "open", *data)
+                disk.write(self._run.root / pointer_name(identity.term), self._folder.name.encode())
             case Chunk(identity=identity):
                 disk.write(self._attempt(identity) / chunk_name(0, self._chunks), *data)
                 self._chunks += 1

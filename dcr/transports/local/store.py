@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from dcr.transports.local.files import TEMPORARY, attempt_folders, chunk_names, folder_name, load, order
+from dcr.transports.local.listing import Listing
 from dcr.wire import Identity, Message, Open
 
 
@@ -17,6 +18,7 @@ class FileStore:
 
     def __init__(self, root: Path) -> None:
         self._attempts = root / "attempts"
+        self._listing = Listing(self._attempts)
 
     async def describe(self, identity: Identity) -> tuple[Message, Message]:
         """See `dcr.seams.Store.describe`."""
@@ -39,8 +41,7 @@ class FileStore:
 
     async def newest(self) -> int:
         """See `dcr.seams.Store.newest`."""
-        folders = await anyio.to_thread.run_sync(attempt_folders, self._attempts)
-        return max((order(folder.name)[0] for folder in folders), default=-1)
+        return await anyio.to_thread.run_sync(self._listing.newest)
 
     async def prune(self, keep: Set[Identity], below: int) -> None:
         """See `dcr.seams.Store.prune`."""
@@ -48,8 +49,8 @@ class FileStore:
 
     def _attempts_at(self, version: int) -> list[Identity]:
         found = []
-        for folder in attempt_folders(self._attempts):
-            if order(folder.name)[0] == version and (folder / "seal").exists() and not (folder / "abort").exists():
+        for folder in self._listing.at(version):
+            if (folder / "seal").exists() and not (folder / "abort").exists():
                 header = load(folder / "open").header
                 assert isinstance(header, Open)
                 found.append(header.identity)
