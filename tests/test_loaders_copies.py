@@ -6,6 +6,7 @@ import copy
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from dcr.errors import StaleCopyWarning
 from dcr.frames import Layout
-from dcr.loaders.copies import warn_of_copies
+from dcr.loaders.copies import warn_of_copies, warn_of_frozen_graphs
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader
 from dcr.schema import Schema, TensorSpec
@@ -128,3 +129,15 @@ def test_a_kind_of_copy_is_warned_of_once() -> None:
     with pytest.warns(StaleCopyWarning) as said:
         warn_of_copies(nn.ModuleList([packed(), packed()]))
     assert [str(one.message).split()[0] for one in said] == ["0.layer"]
+
+
+@pytest.mark.parametrize("setting", ["freezing", "max_autotune"])
+def test_an_engine_of_vllm_that_freezes_while_it_compiles_is_warned_of(setting: str) -> None:
+    with pytest.warns(StaleCopyWarning, match=rf"inductor_compile_config\['{setting}'\]"):
+        warn_of_frozen_graphs(SimpleNamespace(mode=2, inductor_compile_config={setting: True, "dce": True}))
+
+
+@pytest.mark.parametrize("mode", [0, 2])
+def test_an_engine_of_vllm_that_does_not_is_not(mode: int) -> None:
+    inductor = {"max_autotune": mode == 0, "dce": True}  # not compiled at all, or without it
+    warn_of_frozen_graphs(SimpleNamespace(mode=mode, inductor_compile_config=inductor))

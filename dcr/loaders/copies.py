@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -27,6 +28,23 @@ def warn_of_copies(module: torch.nn.Module) -> None:
                     StaleCopyWarning,
                     stacklevel=3,
                 )
+
+
+def warn_of_frozen_graphs(compilation: Any) -> None:
+    """Warn if an engine of vLLM compiles its weights into its graphs; compilation: its `compilation_config`.
+
+    With max_autotune vLLM's CPU worker turns Inductor's freezing on while it compiles, and off again: a look at
+    Inductor's own setting would come too late.
+    """
+    inductor = compilation.inductor_compile_config
+    setting = next((name for name in ("freezing", "max_autotune") if inductor.get(name)), None)
+    if compilation.mode and setting:
+        warnings.warn(
+            f"the engine is compiled with inductor_compile_config[{setting!r}], which can make its weights constants; "
+            "an install does not reach those: make the engine without it",
+            StaleCopyWarning,
+            stacklevel=3,
+        )
 
 
 def _copies(part: torch.nn.Module) -> Iterator[str]:

@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.utils import device_loading_context
 
 from dcr.errors import SchemaError, StateError
 from dcr.frames import Layout, Region
+from dcr.loaders.copies import warn_of_frozen_graphs
 from dcr.loaders.engine import Pairs
 from dcr.loaders.native import NativeRank
 from dcr.loaders.session import Session
@@ -125,6 +126,7 @@ class VllmRank:
                 "while the engine runs, so that an update would go to the wrong one; make the engine without it"
             )
         self._require_followed()
+        warn_of_frozen_graphs(self._config.compilation_config)
         return self._rank.bind(layout)
 
     def mark(self) -> bytes:
