@@ -22,9 +22,9 @@ from checkpoints import WEIGHTS, bound, install, install_and_die, load, new_vers
 from refits import FAST, Weights, publish
 
 import dcr
-from dcr.cli.verify import examine
+from dcr.cli import verify
 from dcr.errors import DcrError, LocalError, SchemaError, StateError, StorageRebound
-from dcr.loaders.checkpoint import INDEX, SINGLE, entries_of
+from dcr.loaders.checkpoint import INDEX, SINGLE, Entry, entries_of
 from dcr.loaders.ownership import LOCK
 from dcr.loaders.safetensors import SafetensorsLoader
 from dcr.testing.conformance.bench import layout_of
@@ -339,7 +339,7 @@ async def test_a_second_member_of_one_directory_is_told_so(folder: Path, trainer
         with owning(folder) as (process, _):
             with pytest.raises(DcrError, match=f"is being written by process {process}"):
                 await follow(url, folder)
-            report = await examine(url, folder)
+            report = await verify.examine(url, folder)
     assert report.holds is None
 
 
@@ -369,3 +369,28 @@ def write_all(folder: Path, weights: dict[str, Weight], value: int, talk: Connec
     talk.send("installed")
     talk.recv()
     loader.settle()
+
+
+@pytest.mark.parametrize("replacements", [1, verify.READS])
+def test_a_reader_whose_files_are_removed_meanwhile_reads_again(
+    tmp_path: Path, replacements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a look at the index and the files that it names, two versions come: the second removes those files."""
+    save(tmp_path, WEIGHTS, 2)
+    loader, layout, read = bound(tmp_path), layout_of(WEIGHTS, frame_elems=50), entries_of
+    steps = iter(range(1, 1 + replacements))
+
+    def entries_of_a_while_ago(folder: Path) -> list[Entry]:
+        entries = read(folder)
+        if (step := next(steps, None)) is not None:
+            for _ in range(2):
+                install(loader, new_version(loader, step))
+        return entries
+
+    monkeypatch.setattr(verify, "entries_of", entries_of_a_while_ago)
+    if replacements == verify.READS:
+        with pytest.raises(StateError, match=f"was replaced {replacements} times while it was being read; try again"):
+            verify._digest(tmp_path, layout, ())
+    else:
+        assert np.array_equal(verify._digest(tmp_path, layout, ()), loader.digest())
+    assert next(steps, None) is None
