@@ -9,7 +9,11 @@ The engine fuses q, k, v and gate, up as vLLM does, and its own loader has been 
 on the same change; ratios are taken within a round, and the table shows medians. With --json FILE writes rows {metric,
 workload, density, variant, threads, value, unit}.
 
-    python benchmarks/apply.py [--mib 1024] [--rounds 9] [--experts 20000] [--json FILE]
+The path that users take is measured besides: members of several ranks behind sockets (benchmarks/members.py), and, with
+--vllm CHECKPOINT, real vLLM engines (benchmarks/engines.py); both also run by themselves.
+
+    python benchmarks/apply.py [--mib 1024] [--rounds 9] [--experts 20000] [--members 300 600 ...] [--vllm CHECKPOINT]
+                               [--json FILE]
 
 Bytes moved, for K changed elements of b bytes in N: refit reads a cache line and 4 + b bytes and writes a line for each
 change, twice (old bits, then the scatter); masked writes and reads N b several times over; dense reads and writes N b.
@@ -27,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import members
 import msgspec
 import numpy as np
 import torch
@@ -317,6 +322,8 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="size of the model in MiB of bf16")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--experts", type=int, default=20_000, help="how many tiny tensors")
+    parser.add_argument("--members", type=int, nargs="*", default=members.SIZES, help="tensors of members, or none")
+    parser.add_argument("--vllm", type=Path, help="a checkpoint of an engine, where vLLM is installed")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -335,9 +342,15 @@ def main() -> None:
     del bench
     gc.collect()
     rows += [shown(metric, 0.01, value) for metric, value in experts(asked.experts, asked.rounds).items()]
+    rows = [row | {"workload": "uniform-ulp", "variant": "fused", "threads": 1} for row in rows]
+    gc.enable()
+    rows += members.rows_of(asked.members, members.WORLDS, asked.rounds)
+    if asked.vllm:
+        import engines
+
+        rows += engines.rows_of(asked.vllm, engines.LAYERS, asked.rounds)
     if asked.json:
-        extra = {"workload": "uniform-ulp", "variant": "fused", "threads": 1}
-        asked.json.write_bytes(msgspec.json.encode([row | extra for row in rows]))
+        asked.json.write_bytes(msgspec.json.encode(rows))
 
 
 if __name__ == "__main__":
