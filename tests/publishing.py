@@ -31,8 +31,8 @@ import dcr.blocking
 from dcr.errors import DcrError, LocalError, StorageRebound
 from dcr.sources import dtensor
 from dcr.sources.bits import bits_of
+from dcr.sources.dtensor import part_of
 from dcr.sources.group import TorchGroup
-from dcr.sources.tensors import part_of
 from dcr.testing.faults import FaultyTransport, flip_one_chunk
 
 

@@ -6,6 +6,8 @@ The oracle copies a tensor to contiguous memory with torch and reads its bytes.
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -194,6 +196,20 @@ def test_a_subclass_of_tensor_is_refused() -> None:
     model.register_buffer("odd", torch.zeros(2).as_subclass(Wrapped))
     with pytest.raises(SchemaError, match="found Wrapped"):
         ModuleSource(model)
+
+
+def test_a_source_is_made_whatever_torchs_default_device() -> None:
+    model = Holds(weight=counted(4))
+    with torch.device("meta"):
+        source = ModuleSource(model)
+        found = published(source)
+    assert found == {"weight": bits(counted(4))}
+
+
+def test_sources_of_one_process_import_nothing_of_torchs_distributed_tensors() -> None:
+    """That takes seconds, and a loader of a module in every engine shares these rooms."""
+    code = "import sys, dcr.sources.module; raise SystemExit('torch.distributed.tensor' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def misaligned() -> torch.Tensor:

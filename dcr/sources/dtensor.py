@@ -32,7 +32,7 @@ from dcr.sources.mapped import MappedSource, Piece, demoted, shared, stored, uni
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
 from dcr.sources.state import require_named
-from dcr.sources.tensors import Tied, named, part_of, require_module, require_plain, require_unflattened
+from dcr.sources.tensors import Tied, named, require_module, require_plain, require_unflattened
 from dcr.views import Bits
 
 SEEDS = (1, 2)
@@ -109,6 +109,11 @@ def source(
         ],
         peers=peers,
     )
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, as `to_local` gives it without a graph, at the cost of an attribute."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

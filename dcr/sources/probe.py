@@ -26,11 +26,12 @@ from dcr.schema import Schema
 from dcr.sources.bits import bits_of
 from dcr.sources.casts import kind
 from dcr.sources.certificate import Found, Maps, certified
+from dcr.sources.dtensor import part_of
 from dcr.sources.mapped import MappedSource, Piece, Shares, covered, demoted, shared, stored, united
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
 from dcr.sources.standins import BASE, Dress, Export, StandIns, base_of
-from dcr.sources.tensors import Tied, named, part_of, require_unflattened, tied
+from dcr.sources.tensors import Tied, named, require_unflattened, tied
 from dcr.views import Bits
 
 GROUP_ELEMS = BASE**2 - 1  # two digits are enough

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.tensor import DTensor
 
 from dcr.boxes import Box, is_injective, whole
 from dcr.errors import LayoutError, OptionError, SchemaError
@@ -155,17 +154,12 @@ def named(module: torch.nn.Module, waive: Sequence[str] = ()) -> Iterator[tuple[
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = prefix + "." if prefix else ""
         for name, parameter in child._parameters.items():
-            if parameter is not None and not waived(dot + name, waive):
+            if parameter is not None and not (waive and waived(dot + name, waive)):
                 yield dot + name, parameter, True
         for name, buffer in child._buffers.items():
             kept = buffer is not None and name not in child._non_persistent_buffers_set
-            if kept and not waived(dot + name, waive):
+            if kept and not (waive and waived(dot + name, waive)):
                 yield dot + name, buffer, False
-
-
-def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, as `to_local` gives it without a graph, at the cost of an attribute."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def require_module(given: object) -> None:
