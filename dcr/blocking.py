@@ -154,6 +154,7 @@ class publisher:  # noqa: N801 - reads as a function, as dcr.publisher does
     def __init__(self, url: str, **options: Any) -> None:
         self._publisher = AsyncPublisher(url, **options)
         self._loop = Loop(self._publisher)
+        self._begun: AsyncRefit | None = None  # by a call that was interrupted before it returned
 
     def open(self) -> publisher:
         """See `dcr.Publisher.open`."""
@@ -166,7 +167,14 @@ class publisher:  # noqa: N801 - reads as a function, as dcr.publisher does
 
     def publish(self, version: int | None = None) -> Refit:
         """See `dcr.Publisher.publish`."""
-        return Refit(self._loop, self._loop.call(self._publisher.publish, version))
+        if self._begun is None or self._begun.version != version:
+            self._loop.call(self._begin, version)
+        refit, self._begun = self._begun, None
+        assert refit is not None
+        return Refit(self._loop, refit)
+
+    async def _begin(self, version: int | None) -> None:
+        self._begun = await self._publisher.publish(version)
 
     def captured(self, *, timeout_s: float | None = None) -> None:
         """See `dcr.Publisher.captured`."""

@@ -22,7 +22,7 @@ from dcr import coverage, digest, plugins
 from dcr.budget import ByteBudget, MiB
 from dcr.choice import LEVELS, Chooser
 from dcr.closing import Contexts, Life
-from dcr.errors import DcrError, OptionError, StateError
+from dcr.errors import OptionError, StateError
 from dcr.frames import FRAME_ELEMS
 from dcr.observe import Event, Observer, ignore
 from dcr.patch import Operation
@@ -135,6 +135,8 @@ class Publisher:
         self._turn = anyio.Lock()
         self._drained = anyio.Event()
         self._last_version = -1
+        self._before: tuple[int, Refit | None] = -1, None  # what they were before the version in flight
+        self._unclaimed: Refit | None = None  # begun by a publish that has not returned
 
     # ------------------------------------------------------------------ what its user calls
 
@@ -144,7 +146,7 @@ class Publisher:
         Storage that moved since the last version is looked up here, on all ranks.
 
         version: greater than every one before it; None takes the next number. Do not change the weights before
-        `captured()` returns.
+        `captured()` returns. A call that is given up may have begun the version: the same call returns it then.
 
         Raises:
             OptionError: the number is no int. StateError: it was used, or is none of a version; or the publisher is not
@@ -155,27 +157,36 @@ class Publisher:
             _require_number(version)
         self._life.require_open()
         async with self._turn:
-            await self._settled()
-            self._life.require_open()
-            if (broken := self._broken) is not None:
-                raise StateError(f"this publisher cannot go on: {broken}; close it and make a new one") from broken
-            number = self._last_version + 1 if version is None else version
-            if number <= self._last_version:
-                raise StateError(
-                    f"version {number} is not new: this run has used {self._last_version}; "
-                    f"publish {self._last_version + 1} or more"
-                )
-            refit = Refit(number)
-            self._requests.send_nowait(refit)  # there is room: the version before has ended
-            before = self._last_version, self._refit
-            self._last_version, self._refit = number, refit
+            refit = self._unclaimed
+            if refit is None or refit.version != version:
+                refit = await self._request(version)
             try:
                 await refit.bound()
-            except DcrError:
+            except Exception:
+                self._unclaimed = None
                 if refit.ended:  # nothing was opened: the number is free, and the next call may work
-                    self._last_version, self._refit = before
+                    self._last_version, self._refit = self._before
                 raise
+            self._unclaimed = None
             return refit
+
+    async def _request(self, version: int | None) -> Refit:
+        """Begin a version, once the one before it has ended; raises as `publish`."""
+        await self._settled()
+        self._life.require_open()
+        if (broken := self._broken) is not None:
+            raise StateError(f"this publisher cannot go on: {broken}; close it and make a new one") from broken
+        number = self._last_version + 1 if version is None else version
+        if number <= self._last_version:
+            raise StateError(
+                f"version {number} is not new: this run has used {self._last_version}; "
+                f"publish {self._last_version + 1} or more"
+            )
+        refit = Refit(number)
+        self._requests.send_nowait(refit)  # there is room: the version before has ended
+        self._before = self._last_version, self._refit
+        self._last_version, self._refit, self._unclaimed = number, refit, refit
+        return refit
 
     async def captured(self) -> None:
         """Wait until the last `publish` has read the weights: they may change from now on."""
