@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 
+import dcr
 from dcr import frames
 from dcr.errors import SchemaError
 from dcr.frames import Layout
@@ -152,3 +155,30 @@ def test_near_names_are_given_where_nothing_is_wrapped() -> None:
 
 def test_a_name_that_only_looks_wrapped_is_given_near_names() -> None:
     assert hint("module.gate", ["module.gata"], published=True) == "; near names here: module.gata"
+
+
+class PeftModel(nn.Module):
+    """What PEFT calls its wrapper."""
+
+
+@pytest.mark.parametrize(
+    ("make", "write"),
+    [
+        (compiled, r"; pass model\._orig_mod$"),
+        (lambda: under("module"), r"; pass model\.module$"),
+        (PeftModel, r"; pass model\.merge_and_unload\(\)$"),
+        (plain, r'; any other torch module is dcr\.loader\("module", model\)$'),
+    ],
+)
+def test_a_wrapped_model_of_transformers_is_told_what_to_pass(make: Callable[[], nn.Module], write: str) -> None:
+    with pytest.raises(TypeError, match=rf"expected a model of transformers.*{write}"):
+        dcr.loader("transformers", make())
+
+
+def test_a_compiled_trainer_of_a_transformers_engine_is_told_what_to_write() -> None:
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(config)
+    trainer = nn.ModuleDict({"_orig_mod": copy.deepcopy(model)})
+    with pytest.raises(SchemaError, match=r"name has what torch\.compile adds: write dcr\.source\(model\._"):
+        dcr.loader("transformers", model).bind(layout_of(trainer))

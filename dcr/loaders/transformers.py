@@ -21,6 +21,7 @@ from transformers.utils import logging
 from dcr.errors import OptionError, SchemaError
 from dcr.loaders.engine import Pairs
 from dcr.loaders.native import NativeLoader
+from dcr.sources.names import unwrapping
 
 
 class TransformersEngine:
@@ -74,7 +75,7 @@ def loader(model: PreTrainedModel, *, waive: Sequence[str] = ()) -> NativeLoader
     """
     if not isinstance(model, PreTrainedModel):
         raise OptionError(
-            f"expected a model of transformers (PreTrainedModel), found {type(model).__name__}; "
-            'any other torch module is dcr.loader("module", model)'
+            f"expected a model of transformers (PreTrainedModel), found {type(model).__name__}"
+            + (unwrapping(model) or '; any other torch module is dcr.loader("module", model)')
         )
     return NativeLoader(TransformersEngine(model), waive=waive)

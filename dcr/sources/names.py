@@ -121,6 +121,16 @@ def hint(name: str, others: Iterable[str], *, published: bool) -> str:
     return f"; near names {'here' if published else 'published'}: {', '.join(near)}" if near else ""
 
 
+def unwrapping(given: object) -> str:
+    """What to write instead of a wrapped model; it begins with "; ", or is empty where nothing shows a wrapper."""
+    if type(given).__name__.startswith("Peft"):
+        return "; pass model.merge_and_unload()"
+    for attribute in ("_orig_mod", "module"):
+        if getattr(given, attribute, None) is not None:
+            return f"; pass model.{attribute}"
+    return ""
+
+
 def _stripped(name: str) -> tuple[str, list[_Wrapper]]:
     """A name without what wrappers add, and the wrappers that it shows."""
     seen = []
