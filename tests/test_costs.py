@@ -13,8 +13,10 @@ from refits import Weights
 
 from dcr.boxes import Box, Dim
 from dcr.frames import FrameSpec, Layout, Region
+from dcr.loaders.engine import slots_of
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader, NativeRank
+from dcr.loaders.standin import StandIns
 from dcr.patch import Change, Operation
 from dcr.placement import Place, Placement
 from dcr.schema import Schema, TensorSpec
@@ -99,6 +101,18 @@ def test_a_look_at_where_weights_lie_asks_each_for_its_place_once(
         loader.epoch()
         calls.append(calls_of(loader.epoch))
     assert calls[1] - calls[0] <= 3 * 20
+
+
+def test_where_stand_ins_lie_is_worked_out_once_and_kept_up() -> None:
+    """Every trial of a loader asks for it, and there is one for each tensor."""
+    sizes = {"small": 6, "large": 1 << 20, "last": 1 << 20}
+    slots = slots_of(Weights({name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}))
+    with StandIns(slots) as stand_ins:
+        index = stand_ins.index
+        for noisy in ([], [0, 1], [1, 2], []):
+            stand_ins.stage(noisy)
+            assert stand_ins.index is index
+            assert index == {slot.tensor.untyped_storage().data_ptr(): stand_ins.memory_of(slot) for slot in slots}
 
 
 def test_joining_ranks_costs_a_frame_what_is_in_it() -> None:

@@ -52,6 +52,10 @@ class StandIn:
         base = torch.frombuffer(pages, dtype=torch.uint8, count=len(memory.live), offset=start)
         return StandIn(memory, base.numpy(), base, pages, start, origin, copied)
 
+    @property
+    def address(self) -> int:
+        return self.base.untyped_storage().data_ptr()
+
     def begin(self) -> None:
         """Write what it begins as, where its pages are not so already."""
         if self.copied and self.origin is not None:
@@ -109,6 +113,7 @@ class StandIns:
         self.memories = memories_of(self._slots)
         self._usual = _stand_ins(self.memories)
         self._stand_ins = list(self._usual)
+        self._index = {one.address: i for i, one in enumerate(self._stand_ins)}
         self._of_slot = {id(slot): i for i, memory in enumerate(self.memories) for slot in memory.slots}
         self._swaps: dict[int, _Swap] = {}
 
@@ -132,7 +137,7 @@ class StandIns:
     @property
     def index(self) -> dict[int, int]:
         """The number of each memory by the address of its stand-in."""
-        return {one.base.untyped_storage().data_ptr(): i for i, one in enumerate(self._stand_ins)}
+        return self._index
 
     def stage(self, noisy: Collection[int] = ()) -> None:
         """Let the stand-ins of some memories begin as random bits from now on, and all others as usual.
@@ -150,7 +155,9 @@ class StandIns:
                     stand_in = replace(usual, origin=prefill(memory, NOISE, index), copied=True)
                 else:
                     stand_in = usual
+                del self._index[self._stand_ins[index].address]
                 self._stand_ins[index] = stand_in
+                self._index[stand_in.address] = index
                 stand_in.begin()
         for swap in self._swaps.values():
             if swap.memory in numbers:
