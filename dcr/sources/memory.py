@@ -50,7 +50,7 @@ class Memory:
                 self.aliases[number, name] = len(self._names)
                 self._names.append(name)
         self._walk: list[str] = []
-        self._order: list[int] = []
+        self._order: list[int] = []  # the arrays of what `find` gives, in its order
         found = self._found()
         for name, tensor in zip(self._names, found, strict=True):
             require_memory(name, tensor)
@@ -67,12 +67,36 @@ class Memory:
         Raises:
             StorageRebound: a tensor is gone, new, or no longer what it was; names it. Nothing has changed here.
         """
-        tensors = self._found()
-        if _places(tensors) != self._places:
+        tensors = self._stayed()
+        if tensors is None:
+            tensors = self._found()
             self._bind(tensors)
         borrowed = Borrowed(self._arrays)
         borrowed.kept = [tensor.untyped_storage() for tensor in tensors]
         return borrowed
+
+    def _stayed(self) -> list[torch.Tensor] | None:
+        """The tensors of now, if each lies where and as it lay.
+
+        No object is made that outlives its turn of the loop: those of 20,000 tensors would set off Python's collector,
+        which costs ten times the look itself.
+        """
+        tensors: list[torch.Tensor] = []
+        addresses, shapes, strides, dtypes = self._places
+        try:
+            for (name, tensor), known, index in zip(self._find(), self._walk, self._order, strict=True):
+                if (
+                    name != known
+                    or tensor.data_ptr() != addresses[index]
+                    or tensor.shape != shapes[index]
+                    or tensor.stride() != strides[index]
+                    or tensor.dtype is not dtypes[index]
+                ):
+                    return None
+                tensors.append(tensor)
+        except (RuntimeError, ValueError):  # no dense memory any more; or other tensors than there were
+            return None
+        return tensors
 
     def _found(self) -> list[torch.Tensor]:
         """The tensors of now, in the order of their arrays."""
@@ -86,8 +110,10 @@ class Memory:
             if len(at) > len(self._names):
                 new = sorted(at.keys() - set(self._names))[0]
                 raise StorageRebound(f"{new} was added since the source was made; {_AGAIN}")
-            self._walk, self._order = walk, [at[name] for name in self._names]
-        return [found[index][1] for index in self._order]
+            number = {name: index for index, name in enumerate(self._names)}
+            self._walk, self._order = walk, [number[name] for name in walk]
+        by_name = dict(found)
+        return [by_name[name] for name in self._names]
 
     def _bind(self, tensors: Sequence[torch.Tensor]) -> None:
         """Judge all that moved, and only then take it."""
@@ -102,7 +128,7 @@ class Memory:
             reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
             elems = (reach + 1) * words_of(dtype) if tensor.numel() else 0
             arrays[index] = bits_at(tensor.data_ptr(), elems, width_of(dtype))
-        self._places = _judged(tensors)
+        self._places = _places(tensors)
         self._arrays = arrays
 
     def _require_alike(self, index: int, tensor: torch.Tensor) -> None:
@@ -156,15 +182,8 @@ def _place(tensor: torch.Tensor) -> Any:
         return None
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> _Places | None:
-    """The same of all of them, in four passes that run in C; None if one is no dense memory."""
-    try:
-        return _judged(tensors)
-    except RuntimeError:
-        return None
-
-
-def _judged(tensors: Sequence[torch.Tensor]) -> _Places:
+def _places(tensors: Sequence[torch.Tensor]) -> _Places:
+    """The same of all of them."""
     return (
         list(map(torch.Tensor.data_ptr, tensors)),
         [tensor.shape for tensor in tensors],
