@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 import torch
 from refits import FAST, publish
 
 import dcr
 from dcr.errors import DigestMismatch, Poisoned, ReadBackError, SchemaError, StateError
-from dcr.frames import Layout
+from dcr.frames import FrameSpec, Layout, Region
 from dcr.loaders.engine import memories_of, slots_of
 from dcr.loaders.native import NativeLoader
 from dcr.loaders.probe import random_tensor
+from dcr.patch import Change, Operation
 from dcr.schema import Schema, TensorSpec
-from dcr.testing.hostile import CASES, Case, ToyEngine
+from dcr.sources.bits import bits_of
+from dcr.testing.hostile import CASES, Case, Model, ToyEngine
 
 KINDS = ["absorbed weights", "composed", "quantised", "cast", "tied heads", "padded vocabulary", "rebinding", "threads"]
 
@@ -272,3 +275,70 @@ def test_a_weight_that_is_not_in_host_memory_is_refused_by_name() -> None:
     module.extra = torch.nn.Linear(2, 2, device="meta")
     with pytest.raises(SchemaError, match=r"extra\.weight: expected a dense tensor in host memory.*meta"):
         slots_of(module)
+
+
+def _with_numbers() -> ToyEngine:
+    """An engine that keeps the norm of a weight as a Python number, and what it has loaded in a list."""
+    model = Model(fc=Model(torch.float32, w=(4,)))
+    fc: Any = model.get_submodule("fc")
+    fc.norm, fc.seen = 0.0, []
+
+    def load(model: torch.nn.Module, pairs: Any) -> None:
+        for name, tensor in pairs:
+            fc.norm = tensor.float().abs().max().item()
+            fc.seen.append(name)
+            model.get_parameter(name).data.copy_(tensor + 1)
+
+    return ToyEngine(model, load)
+
+
+def _numbers(engine: ToyEngine) -> tuple[float, list[str]]:
+    fc: Any = engine.module.get_submodule("fc")
+    return fc.norm, list(fc.seen)
+
+
+def test_what_modules_keep_beside_tensors_is_left_by_binding_follows_installs_and_is_undone() -> None:
+    engine = _with_numbers()
+    schema = Schema((TensorSpec("fc.w", "bfloat16", (4,)),))
+    loader = NativeLoader(engine)
+    loader.bind(Layout(schema, (FrameSpec("bfloat16", (Region(0, 0, ((4, 1),)),)),)))
+    assert _numbers(engine) == (0.0, [])
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
+    ready = loader.prepare(0, Change(Operation.OVERWRITE, None, bits_of(values)))
+    loader.install(ready)
+    loader.settle()
+    assert _numbers(engine) == (4.0, ["fc.w"])
+    loader.undo(ready)
+    loader.settle()
+    assert _numbers(engine) == (0.0, [])
+
+
+def test_a_loader_that_stops_after_it_was_recorded_is_noticed_before_anything_is_written() -> None:
+    engine = _with_numbers()
+    schema = Schema((TensorSpec("fc.w", "bfloat16", (4,)),))
+    loader = NativeLoader(engine)
+    loader.bind(Layout(schema, (FrameSpec("bfloat16", (Region(0, 0, ((4, 1),)),)),)))
+    before = memory(engine)
+    engine.loads = lambda model, pairs: None
+    ready = loader.prepare(0, Change(Operation.OVERWRITE, None, np.ones(4, np.uint16)))
+    loader.install(ready)
+    with pytest.raises(StateError, match=r"to write fc\.w when it loads fc\.w.*nothing any more"):
+        loader.settle()
+    assert memory(engine) == before
+
+
+def test_a_loader_that_loads_the_same_again_is_none_that_has_stopped() -> None:
+    engine = _with_numbers()
+    schema = Schema((TensorSpec("fc.w", "bfloat16", (4,)),))
+    loader = NativeLoader(engine)
+    loader.bind(Layout(schema, (FrameSpec("bfloat16", (Region(0, 0, ((4, 1),)),)),)))
+    for _ in range(2):
+        loader.install(loader.prepare(0, Change(Operation.OVERWRITE, None, np.ones(4, np.uint16))))
+        loader.settle()
+
+
+def test_lists_that_hold_each_other_are_looked_at_once() -> None:
+    model = Model(w=(4,))
+    model.cycle = [torch.zeros(3)]
+    model.cycle.append(model.cycle)
+    assert [slot.path for slot in slots_of(model)] == ["w", "cycle.0"]

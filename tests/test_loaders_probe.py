@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dcr.loaders.probe import BLOCK, Numbering
+from dcr.loaders.probe import BLOCK, Numbering, random_tensor
 from dcr.schema import TensorSpec
 from dcr.sources.bits import bits_of
 
@@ -98,3 +98,18 @@ def test_watching_a_loader_does_not_import_torchs_compiler() -> None:
         [sys.executable, "-P", "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
     )
     assert ran.stdout == "False\n"
+
+
+ENDLESS = {"float8_e4m3fn": {0x7F, 0xFF}, "float8_e4m3fnuz": {0x80}, "float8_e5m2fnuz": {0x80}}
+
+
+@pytest.mark.parametrize("dtype", ENDLESS)
+def test_every_pattern_that_is_a_number_is_tried(dtype: str) -> None:
+    """Also the greatest ones, of 256 and more: a cast that saturates is no cast of torch's."""
+    tried = set(bits_of(random_tensor(TensorSpec("t", dtype, (1 << 14,)), 1, 0)).tolist())
+    assert tried == set(range(256)) - ENDLESS[dtype]
+
+
+def test_every_pattern_of_sixteen_bits_that_is_a_number_is_tried() -> None:
+    tried = np.unique(bits_of(random_tensor(TensorSpec("t", "bfloat16", (1 << 21,)), 1, 0)))
+    assert np.array_equal(tried, [bits for bits in range(1 << 16) if bits & 0x7F80 != 0x7F80])

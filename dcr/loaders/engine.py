@@ -82,7 +82,9 @@ class Slot:
             return None
 
     def put(self, tensor: torch.Tensor) -> None:
-        self.holder[self.key] = tensor
+        """Let the model keep a tensor there, if the place is still there."""
+        if not isinstance(self.holder, list) or self.key < len(self.holder):
+            self.holder[self.key] = tensor
 
 
 def slots_of(root: torch.nn.Module, waive: Sequence[str] = ()) -> list[Slot]:
@@ -161,16 +163,17 @@ def _slots(root: torch.nn.Module) -> Iterator[Slot]:
         yield from _found(name, "", attributes, [key for key in attributes if key not in TORCH_OWN])
 
 
-def _found(module: str, prefix: str, holder: Any, keys: Iterable[Key]) -> Iterator[Slot]:
+def _found(module: str, prefix: str, holder: Any, keys: Iterable[Key], above: tuple[int, ...] = ()) -> Iterator[Slot]:
+    """Tensors in a holder, and in the lists and dicts in it, unless they hold each other."""
+    within = (*above, id(holder))
     for key in keys:
         value = holder[key]
         name = f"{prefix}{key}"
         if isinstance(value, torch.Tensor):
             yield Slot(module, name, holder, key, value)
-        elif isinstance(value, list):
-            yield from _found(module, name + ".", value, range(len(value)))
-        elif isinstance(value, dict):
-            yield from _found(module, name + ".", value, list(value))
+        elif isinstance(value, list | dict) and id(value) not in within:
+            inner = range(len(value)) if isinstance(value, list) else list(value)
+            yield from _found(module, name + ".", value, inner, within)
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:

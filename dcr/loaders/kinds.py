@@ -41,13 +41,15 @@ class Reload:
     """Tensors whose loader has to run when one of them changes.
 
     memories: those that it makes. touched: those that are written meanwhile, these among them. times: how often they
-    are loaded: twice where the loader may still remember a part of an earlier load.
+    are loaded: twice where the loader may still remember a part of an earlier load. steady: memories, of those that it
+    makes, that every load writes.
     """
 
     tensors: tuple[int, ...]
     memories: tuple[int, ...]
     touched: tuple[int, ...]
     times: int = 1
+    steady: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from dcr.errors import SchemaError
+from dcr.loaders.attributes import Attributes
 from dcr.loaders.certify import Cast, Finding, Home, cast_of, certify
 from dcr.loaders.engine import Engine, Octets, slots_of
 from dcr.loaders.finding import TABLE_BOXES, find
@@ -39,8 +40,12 @@ def record(engine: Engine, schema: Schema, *, waived: Collection[int] = ()) -> R
     Raises:
         SchemaError: the loader cannot be tried, or does not do the same thing twice.
     """
-    with StandIns(slots_of(engine.module, ["*"])) as stand_ins:
-        return _Recorder(Trial(engine, schema, stand_ins), waived).record()
+    attributes = Attributes(engine.module.modules())
+    try:
+        with StandIns(slots_of(engine.module, ["*"])) as stand_ins:
+            return _Recorder(Trial(engine, schema, stand_ins), waived).record()
+    finally:
+        attributes.restore()
 
 
 def units_of(names: Sequence[str]) -> list[list[int]]:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dcr.errors import BaseMismatch, DigestMismatch, ReadBackError
+from dcr.errors import BaseMismatch, DigestMismatch, ReadBackError, StateError
+from dcr.loaders.attributes import Attributes
 from dcr.loaders.engine import Engine, Memory, Octets
 from dcr.loaders.record import Record, Reload
 from dcr.loaders.standin import StandIns
-from dcr.loaders.trial import Trial
+from dcr.loaders.trial import Seen, Trial
 from dcr.schema import Schema
 from dcr.views import Bits
 
@@ -29,7 +30,8 @@ class _Module:
 
     dirty: a tensor of it was written since it was last loaded; undone: and has its old bits again. known: a digest of
     what the last load left, None before the first. astray: it was seen to be something else. checked: it was looked
-    at for the version that is being prepared. before: its memories, and `known`, before that version.
+    at for the version that is being prepared. before: its memories, `known`, and what the engine's modules kept beside
+    tensors, before that version.
     """
 
     reload: Reload
@@ -38,7 +40,7 @@ class _Module:
     known: bytes | None = None
     astray: bool = False
     checked: bool = False
-    before: tuple[dict[int, Octets], bytes | None] | None = None
+    before: tuple[dict[int, Octets], bytes | None, Attributes] | None = None
 
 
 class Reloads:
@@ -97,13 +99,15 @@ class Reloads:
         """Load what is dirty, or give it its old bytes back; see `dcr.seams.Loader.settle`."""
         for module in self._modules:
             if module.undone and module.before is not None:
-                contents, known = module.before
+                contents, known, attributes = module.before
                 self._write(module, contents)
                 module.known = known
+                attributes.restore()
             elif not module.undone and (module.dirty or module.astray or module.known is None):
-                contents = self._loaded(module.reload)
+                attributes = self._attributes(module.reload)
+                contents = self._loaded(module.reload, attributes)
                 if module.before is None:
-                    module.before = {i: self._memories[i].live.copy() for i in contents}, module.known
+                    module.before = {i: self._memories[i].live.copy() for i in contents}, module.known, attributes
                     self._kept.append(module)
                 self._write(module, contents)
             module.dirty = module.undone = module.checked = False
@@ -135,18 +139,51 @@ class Reloads:
             return []
         return list(dict.fromkeys(module for tensor in sorted(tensors) for module in self._of_tensor.get(tensor, ())))
 
-    def _loaded(self, reload: Reload) -> dict[int, Octets]:
-        """What the engine's own loader makes of some memories."""
+    def _attributes(self, reload: Reload) -> Attributes:
+        """What the modules that a reload writes to keep beside tensors."""
+        names = {slot.module for index in reload.touched for slot in self._memories[index].slots}
+        return Attributes(self._engine.module.get_submodule(name) for name in names | {""})
+
+    def _loaded(self, reload: Reload, attributes: Attributes) -> dict[int, Octets]:
+        """What the engine's own loader makes of some memories; attributes are put back if it fails."""
         slots = [slot for index in reload.touched for slot in self._memories[index].slots]
         with StandIns(slots) as stand_ins:
             for index, memory in enumerate(stand_ins.memories):
                 stand_ins.scratch(index)[:] = memory.live
             trial = Trial(self._engine, self._schema, stand_ins, self._record.names)
-            for _ in range(reload.times):
-                seen = trial.load(reload.tensors, self._canonical, settle=trial.memories)
-                if seen.error is not None:
-                    raise seen.error
+            seen = self._load(trial, reload, attributes)
+            idle = {i for i in reload.steady if self._is_live(stand_ins, reload, i)}
+            idle = {i for i in idle if reload.touched.index(i) not in seen.written}
+            for index in idle:  # nobody was seen to write it: it may be the same by chance, or by a thread
+                stand_ins.scratch(reload.touched.index(index))[:] = ~self._memories[index].live
+            if idle:
+                self._load(trial, reload, attributes)
+                self._require_written(stand_ins, reload, idle)
             return {i: stand_ins.scratch(reload.touched.index(i)) for i in reload.memories}
+
+    def _load(self, trial: Trial, reload: Reload, attributes: Attributes) -> Seen:
+        """Load the tensors of a reload, as often as they need; attributes are put back if that fails."""
+        total = Seen()
+        for _ in range(reload.times):
+            total.add(trial.load(reload.tensors, self._canonical, settle=trial.memories))
+            if total.error is not None:
+                attributes.restore()
+                raise total.error
+        return total
+
+    def _is_live(self, stand_ins: StandIns, reload: Reload, index: int) -> bool:
+        return np.array_equal(stand_ins.scratch(reload.touched.index(index)), self._memories[index].live)
+
+    def _require_written(self, stand_ins: StandIns, reload: Reload, memories: Set[int]) -> None:
+        """A loader that has stopped to take tensors would leave an older version in silence."""
+        for index in memories:
+            live = self._memories[index].live
+            if np.array_equal(stand_ins.scratch(reload.touched.index(index)), ~live):
+                names = ", ".join(self._schema.tensors[tensor].name for tensor in reload.tensors[:3])
+                raise StateError(
+                    f"expected the engine's loader to write {self._memories[index].path} when it loads {names}, as it "
+                    "did when it was tried out; it writes nothing any more: start the engine anew"
+                )
 
     def _write(self, module: _Module, contents: dict[int, Octets]) -> None:
         for index, octets in contents.items():

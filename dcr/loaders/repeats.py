@@ -63,9 +63,9 @@ class Repeats:
         for chosen, made, times in self._candidates(tensors, memories):
             digest = self._made(chosen, made, times)
             if digest is not None:
-                return Group(
-                    Reload(tuple(chosen), tuple(made), tuple(sorted(self._unit.touched)), times), reason, digest
-                )
+                steady = tuple(sorted(self._unit.steady.intersection(made)))
+                touched = tuple(sorted(self._unit.touched))
+                return Group(Reload(tuple(chosen), tuple(made), touched, times, steady), reason, digest)
         return None
 
     def again(self, group: Group) -> bool:
