@@ -40,6 +40,12 @@ class Inspector(Canonical):
         """Where each of the live model's tensors lies."""
         return {name: tensor.data_ptr() for name, tensor in tensors_of(self.model_runner.get_model())}
 
+    def move_experts(self) -> None:
+        """Turn the maps of experts round, as whoever balances their load would change them."""
+        for name, buffer in self.model_runner.get_model().named_buffers():
+            if name.endswith("_expert_map"):
+                buffer.copy_(buffer.flip(0))
+
     def break_install(self, rank: int, frame: int, how: str) -> None:
         """Let the frame-th frame from now on fail in one rank, once it is written: by an "error", or a "kill"."""
         if self.rank != rank:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
@@ -16,8 +18,10 @@ from live import FAST, PROMPTS, Engine, running
 from models import Trainer, make_checkpoint
 
 import dcr
-from dcr.errors import BaseMismatch, StateError
+from dcr.errors import BaseMismatch, SchemaError, StateError, StorageRebound
+from dcr.frames import Layout
 from dcr.loaders.vllm import VllmLoader
+from dcr.schema import Schema
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
@@ -63,14 +67,21 @@ class Following:
 
 @asynccontextmanager
 async def following(
-    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, in_process: bool, ranks: int, **settings: Any
+    checkpoint: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    in_process: bool,
+    ranks: int,
+    *,
+    waive: Sequence[str] = (),
+    **settings: Any,
 ) -> AsyncIterator[Following]:
     trainer = Trainer(checkpoint)
     url = f"local://{folder / 'run'}"
     async with (
         running(checkpoint, ranks, monkeypatch, in_process=in_process, **settings) as engine,
         dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
-        dcr.loader("vllm", engine.engine) as loader,
+        dcr.loader("vllm", engine.engine, waive=waive) as loader,
     ):
         await (await publisher.publish(1)).committed()
         async with dcr.subscriber(url, loader=loader, member="vllm", transport=FAST) as versions:
@@ -125,3 +136,89 @@ async def test_an_engine_that_was_paused_stays_paused_through_an_install(
         await at.install(await at.next(3))
         assert not await at.ask("is_paused")
         assert len(await at.engine.answer(PROMPTS[0], 4)) == 4
+
+
+async def test_a_draft_model_is_refused_by_name_unless_it_is_waived(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint("llama", checkpoints / "llama")
+    drafts = {"model": str(checkpoint), "method": "draft_model", "num_speculative_tokens": 2}
+    refused, waived = tmp_path / "refused", tmp_path / "waived"
+    with pytest.raises(SchemaError, match=r"draft\.model\.\S+ and \d+ other weights of the LlamaForCausalLM"):
+        async with following(checkpoint, refused, monkeypatch, True, 1, speculative_config=drafts):
+            pass
+    settings = {"speculative_config": drafts, "waive": ["draft.*"]}
+    async with following(checkpoint, waived, monkeypatch, True, 1, **settings) as at:
+        await at.install(await at.next(2))
+        assert await at.equal()
+        assert await at.engine.version() == "2"
+
+
+@pytest.mark.matrix
+async def test_a_map_of_experts_that_changed_is_noticed_before_an_install(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint("qwen3_moe", checkpoints / "qwen3_moe")
+    async with following(checkpoint, tmp_path, monkeypatch, False, 2, enable_expert_parallel=True) as at:
+        version = await at.next(2)
+        await at.engine.ask("move_experts")
+        before = await at.engine.ask("digests")
+        with pytest.raises(StorageRebound):
+            await at.install(version)
+        assert await at.engine.ask("digests") == before
+        assert not at.versions.may_serve
+
+
+def test_expert_load_balancing_is_refused_by_name() -> None:
+    """By what the configuration says: vLLM does not balance experts on a CPU."""
+    from dcr.loaders.vllm_worker import VllmRank
+
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True))
+    watch: Any = SimpleNamespace(require_awake=lambda: None)
+    rank = VllmRank(SimpleNamespace(), config, watch, waive=())
+    with pytest.raises(StateError, match="enable_eplb"):
+        rank.bind(Layout(Schema(()), ()))
+
+
+def test_a_worker_sleeps_until_its_weights_are_awake_and_every_call_that_may_write_them_changes_its_mark() -> None:
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from dcr.loaders.vllm_watch import Watch
+
+    class Worker(WorkerBase):
+        def __init__(self, config: Any) -> None:
+            self.vllm_config = config
+
+        def sleep(self, level: int = 1) -> None: ...
+
+        def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+        def reload_weights(self) -> None: ...
+
+        def reset_weights(self) -> None: ...
+
+    class Model(torch.nn.Module):
+        def load_weights(self, weights: Any) -> set[str]:
+            return {"a"}
+
+    config, model = SimpleNamespace(), Model()
+    workers = [Worker(SimpleNamespace()), Worker(config)]
+    watch = Watch(config, model)
+    assert watch.worker is workers[1]
+    marks = [watch.mark]
+    for write in (
+        lambda: watch.worker.sleep(level=2),
+        lambda: watch.worker.wake_up(["kv_cache"]),
+        lambda: watch.worker.reload_weights(),
+        lambda: watch.worker.reset_weights(),
+        lambda: model.load_weights([]),
+    ):
+        write()
+        marks.append(watch.mark)
+        with pytest.raises(StateError, match="the engine sleeps"):
+            watch.require_awake()
+    watch.worker.wake_up(tags=["weights"])
+    watch.require_awake()
+    assert len({*marks, watch.mark}) == 7
+    with pytest.raises(StateError, match="worker was not found"):
+        Watch(SimpleNamespace(), model)
