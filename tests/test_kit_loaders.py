@@ -321,6 +321,7 @@ BREAKS: list[tuple[str, list[Any], Bend]] = [
     ("every_pattern_of_two_bytes_is_written_as_it_is", [()], readies(written(_canonical))),
     ("installing_twice_does_no_harm", [()], _relative),
     ("refits_follow_one_another", [()], _once_per_frame),
+    ("changes_of_other_elements_of_one_frame_are_installed_and_undone_together", [()], _once_per_frame),
     ("no_weight_moves", [()], doing("install", Engine.move)),
     ("worker_threads_may_call_it", [()], _of_one_thread),
     #

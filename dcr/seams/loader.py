@@ -75,7 +75,10 @@ class Loader(Protocol[Frame]):
         ...
 
     def prepare(self, frame: int, change: Change) -> Frame:
-        """Read the old bits of what will be touched and resolve the change to absolute bits. Writes nothing."""
+        """Read the old bits of what will be touched and resolve the change to absolute bits. Writes nothing.
+
+        One version may have several changes of a frame, of disjoint elements; all are prepared before any is installed.
+        """
         ...
 
     def install(self, ready: Frame) -> None:

@@ -214,6 +214,25 @@ class LoaderTests:
             bench.refit(*bench.changes(operation))
         bench.require_held("six refits")
 
+    def test_changes_of_other_elements_of_one_frame_are_installed_and_undone_together(self) -> None:
+        """What a member that is behind installs: all that it missed as one, a change for each operation."""
+        bench = self._bench()
+        changes = [
+            bench.change_at(frame, operation, np.arange(first, bench.layout.frames[frame].numel, len(Operation)))
+            for frame in bench.frames()
+            for first, operation in enumerate(Operation)
+        ]
+        readies = bench.prepare(*changes)
+        for ready in readies:
+            bench.loader.install(ready)
+        bench.loader.settle()
+        bench.require_held("an install of three changes to each frame")
+        bench.require_digest("after it")
+        for ready in reversed(readies):
+            bench.loader.undo(ready)
+        bench.loader.settle()
+        bench.require_unwritten("its undo")
+
     def test_no_weight_moves(self) -> None:
         bench = self._bench()
         before = dict(self.pointers(bench.engine))
