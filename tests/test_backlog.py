@@ -137,7 +137,18 @@ async def test_steps_behind_xors_of_the_same_elements_take_a_pause_of_their_own(
     require_equal(laggard.module, state(trainer))
 
 
-async def test_a_stored_version_that_is_damaged_stops_a_laggard_at_the_one_before_it() -> None:
+def flipped(attempt: Any) -> None:
+    attempt.chunks[0] = attempt.chunks[0][:-1] + bytes([attempt.chunks[0][-1] ^ 1])
+
+
+def missing(attempt: Any) -> None:
+    attempt.chunks.pop()
+
+
+@pytest.mark.parametrize(("damage", "error"), [(flipped, PayloadError), (missing, IncompleteError)])
+async def test_a_stored_version_that_is_damaged_stops_a_laggard_at_the_one_before_it(
+    damage: Callable[[Any], None], error: type[Exception]
+) -> None:
     rng, transport, trainer = np.random.default_rng(5), MemoryTransport(), model()
     laggard, states = Laggard(empty_like(trainer), transport), []
 
@@ -150,9 +161,8 @@ async def test_a_stored_version_that_is_damaged_stops_a_laggard_at_the_one_befor
     await publish_all(transport, trainer, [step] * 9)
     async with transport.open(URL) as run:
         (identity,) = (identity for identity in run.attempts if identity.version == 8)
-        attempt = run.attempts[identity]
-        attempt.chunks[0] = attempt.chunks[0][:-1] + bytes([attempt.chunks[0][-1] ^ 1])
-    with pytest.raises(PayloadError, match="version 8"):
+        damage(run.attempts[identity])
+    with pytest.raises(error, match="version 8"):
         await laggard.follow(11)
     assert laggard.offered[-1].number == 7
     require_equal(laggard.module, states[7])
@@ -239,6 +249,28 @@ async def test_a_seed_whose_files_go_while_they_are_read_goes_on_with_the_newest
             await version.install()
             assert version.number == versions.version == 5
         require_equal(receiver, state(trainer))
+
+
+@pytest.mark.parametrize("number", range(1, 12))
+async def test_an_object_that_cannot_be_read_once_is_looked_for_again(number: int) -> None:
+    """As if it had been removed beside an anchor that was made meanwhile: as a member enters, catches up, or seeds."""
+    rng, transport, trainer = np.random.default_rng(5), MemoryTransport(), model(64)
+    laggard, reads = Laggard(empty_like(trainer), transport), 0
+    await publish_all(transport, trainer, [lambda: change(trainer, rng, 5)] * 3)
+    async with transport.open(URL) as run:
+        describe = run.store.describe
+
+        async def describe_late(identity: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            if reads == number:
+                raise IncompleteError(f"{identity} is missing")
+            return await describe(identity)
+
+        run.store.describe = describe_late  # type: ignore[method-assign]
+        await laggard.follow(2)
+        assert reads > number
+        require_equal(laggard.module, state(trainer))
 
 
 async def test_a_seed_that_is_damaged_and_not_replaced_is_an_error() -> None:

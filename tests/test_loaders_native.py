@@ -124,6 +124,33 @@ async def test_an_engine_is_seeded_and_follows_byte_for_byte(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", KINDS)
+async def test_an_engine_that_is_behind_catches_up_in_one_version(tmp_path: Path, name: str) -> None:
+    """Steps, overwrites and steps again: one frame has elements of both, and tensors that the engine loads itself."""
+    case = CASES[name]
+    late = {"quorum": 0, "vote_timeout_s": 0.05, "anchor_every": None}
+    async with following(tmp_path, case, **late) as (trainer, engine, _, publisher, versions):
+        trainer.step(2)
+        version = await offered(publisher, versions, 2)
+        await publisher.captured()
+        for number in range(3, 6):
+            trainer.step(number, share=0.1)
+            await publish(publisher, number)
+        await publisher.aclose()
+        for first, operation in ((6, dcr.Operation.OVERWRITE), (9, dcr.Operation.STEP)):
+            options = {"transport": FAST, "frame_elems": 33, "operation": operation, **late}
+            async with dcr.publisher(f"local://{tmp_path}/run", source=dcr.source(trainer), **options) as another:
+                for number in range(first, first + 3):
+                    trainer.step(number, share=0.1)
+                    await publish(another, number)
+        await version.install()
+        with anyio.fail_after(30):
+            newest = await anext(versions)
+        assert (newest.number, newest.kind) == (11, "delta")
+        await newest.install()
+        assert memory(engine) == natively(case, trainer)
+
+
+@pytest.mark.parametrize("name", KINDS)
 async def test_an_installation_that_fails_half_way_is_undone_and_can_be_repeated(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     async with following(tmp_path, case) as (trainer, engine, loader, publisher, versions):

@@ -237,6 +237,31 @@ async def test_an_install_that_fails_on_one_rank_is_undone_on_all(
             assert said(await refit.installed()) == {"m": "installed"}
 
 
+async def test_several_ranks_that_are_behind_catch_up_in_one_version(tmp_path: Path, join: Join) -> None:
+    weights = values(1)
+    trainer, ranks = trainer_of(weights), toys(2, values(9))
+    member, url = join(ranks), f"local://{tmp_path / 'run'}"
+    options = {"source": dcr.source(trainer), "transport": FAST, "frame_elems": 33, "anchor_every": None}
+    async with dcr.publisher(url, **options) as publisher:
+        await publish(publisher, 1)
+        async with dcr.subscriber(url, loader=member, member="m", transport=FAST) as versions:
+            await (await anext(versions)).install()
+        for number in range(2, 6):
+            weights = touched(weights, number)
+            fill(trainer, weights)
+            await publish(publisher, number)
+    async with dcr.publisher(url, operation=Operation.OVERWRITE, **options) as publisher:
+        for number in range(6, 9):
+            weights = touched(weights, number)
+            fill(trainer, weights)
+            await publish(publisher, number)
+    async with dcr.subscriber(url, loader=member, member="m", transport=FAST) as versions:
+        newest = await anext(versions)
+        assert (newest.number, newest.kind) == (8, "delta")
+        await newest.install()
+    assert parts(ranks) == parts(toys(2, weights))
+
+
 async def test_a_member_is_poisoned_when_one_rank_can_not_undo(tmp_path: Path, join: Join) -> None:
     weights = values(1)
     trainer, ranks = trainer_of(weights), toys(2, weights)

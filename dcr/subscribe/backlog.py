@@ -35,14 +35,19 @@ class Backlog:
         self._member = member
         self._offers = offers
         self._most: int | None = None  # how many links are tried as one, after more of them did not make one
+        self._missing: Identity | None = None  # the last version of which something could not be read
 
     async def recognise(self) -> None:
         """If the weights as they were loaded are those of a version of the run, start from there."""
-        member = self._member
-        head, store = await member.committed(), member.store
+        member, store = self._member, self._member.store
+        head, links = await member.committed(), list[chain.Stored]()
         if head is None or store is None:
             return
-        links = await chain.back_from(store, head, until=None)
+        while not links:
+            try:
+                links = await chain.back_from(store, head, until=None)
+            except IncompleteError as error:
+                head = await self._look_again(head, error)
         await member.rank.bind(links[-1].opened)
         root = member.rank.root
         for link, identity in zip(reversed(links), reversed(chain.committed(links, head)), strict=True):
@@ -66,10 +71,21 @@ class Backlog:
                     await self._offers.offer(version, partial(self._seed, store, version))
                 else:
                     await self._follow(store, _of_one_layout(links)[: self._most])
-            except IncompleteError:
-                if await member.committed() == head:
-                    raise
-                continue  # what was being read has been removed, since there is something newer
+            except IncompleteError as error:
+                await self._look_again(head, error)
+
+    async def _look_again(self, identity: Identity, error: IncompleteError) -> Identity:
+        """What the head names, after something that leads to a version could not be read.
+
+        It may have been removed since there is a newer version; or an anchor of the same one, which another look finds.
+
+        Raises: the error that is given, if neither is so.
+        """
+        head = await self._member.committed()
+        if head is None or head.version < identity.version or head == identity == self._missing:
+            raise error
+        self._missing = identity
+        return head
 
     async def _links(self, store: Store, head: Identity) -> list[chain.Stored]:
         holds = self._member.holds
@@ -91,16 +107,13 @@ class Backlog:
         member.move("opened")
         try:
             prepared = await self._prepare(store, links)
-        except IncompleteError:
-            member.move("dropped")
-            raise
         except (BaseMismatch, DigestMismatch) as error:
             if await member.doubt(identity, error):
                 return
             if len(links) == 1:
                 raise  # memory is as it should be: it is the stored version that does not fit
             self._divide(links, error)
-        except (Uncomposable, PayloadError, LayoutError) as error:
+        except (Uncomposable, IncompleteError, PayloadError, LayoutError) as error:
             member.move("dropped")
             if len(links) == 1:
                 raise
@@ -180,15 +193,11 @@ class Backlog:
                 return links[-1]
 
     async def _replace(self, version: Version, error: IncompleteError) -> None:
-        """Make a version that was removed before it was installed the newest one; each call finds a newer one.
-
-        Raises: the error that is given, if there is none.
-        """
-        head = await self._member.committed()
-        if head is None or head.version <= version.number:
-            raise error
-        self._member.emit("replaced", version.number, detail=f"by {head}: {error}")
-        version.identity = head
+        """Make a version that was removed before it was installed the newest one; raises as `_look_again`."""
+        head = await self._look_again(version.identity, error)
+        if head != version.identity:
+            self._member.emit("replaced", version.number, detail=f"by {head}: {error}")
+            version.identity = head
 
 
 def _of_one_layout(links: Sequence[chain.Stored]) -> list[chain.Stored]:
