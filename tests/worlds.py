@@ -378,7 +378,7 @@ class Trainer:
 
     async def _publish(self, ranks: list[dcr.Publisher], step: Publish, group: anyio.abc.TaskGroup) -> None:
         self.memory.write(self.world.edited(self.memory.read(), step))
-        refits = [await self._begin(publisher) for publisher in ranks]
+        refits = await self._begin_all(ranks)
         octets = self.memory.read()
         self.world.states.append(octets)
         self.world.history.captured(self.actor.term, refits[0].version, octets)
@@ -389,6 +389,18 @@ class Trainer:
                     await refit.captured()
                 except (DcrError, OSError) as error:
                     self.world.history.note(self.actor.name, f"capture: {error!r}")
+
+    async def _begin_all(self, ranks: list[dcr.Publisher]) -> list[dcr.Refit]:
+        """Publish on all ranks at once: it returns when every rank has called it."""
+        refits: dict[int, dcr.Refit] = {}
+
+        async def begin(rank: int) -> None:
+            refits[rank] = await self._begin(ranks[rank])
+
+        async with anyio.create_task_group() as tasks:
+            for rank in range(len(ranks)):
+                tasks.start_soon(begin, rank)
+        return [refits[rank] for rank in range(len(ranks))]
 
     async def _begin(self, publisher: dcr.Publisher) -> dcr.Refit:
         while True:
