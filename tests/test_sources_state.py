@@ -105,6 +105,7 @@ def test_a_loader_refuses_what_is_not_published_by_name(kind: str) -> None:
         ModuleLoader(engine, waive=waive).bind(layout)
 
 
+@pytest.mark.filterwarnings("ignore::dcr.errors.StaleCopyWarning")
 @pytest.mark.parametrize("kind", LAYERS)
 def test_what_is_waived_is_left_as_it_is(kind: str) -> None:
     make, _ = LAYERS[kind]
