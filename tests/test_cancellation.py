@@ -228,7 +228,7 @@ async def test_a_subscriber_that_is_cancelled_at_any_await(
         trainer, receiver = trainer_of(), trainer_of()
         versions = [state(trainer)]
         url, budget = f"local://{tmp_path}/{n}", dcr.ByteBudget(1 << 20)
-        options = {"source": dcr.source(trainer), "transport": FAST, "vote_timeout_s": 10, "frame_elems": 32}
+        options = {"source": dcr.source(trainer), "transport": FAST, "vote_timeout_s": 100, "frame_elems": 32}
         async with nothing_left(budget), dcr.publisher(url, **options) as publisher:
             await publish(publisher, 1)
 

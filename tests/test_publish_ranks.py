@@ -199,7 +199,7 @@ async def test_a_version_that_is_voted_down_fails_on_all_ranks() -> None:
         header = message.header
         return () if isinstance(header, Ack) and header.identity.version == 2 else (message,)
 
-    async with running(Model(), 2, vote_timeout_s=0.2, on_send=mute) as (ranks, rollout):
+    async with running(Model(), 2, vote_timeout_s=1.0, on_send=mute) as (ranks, rollout):
         await step(ranks, rollout, 1)
         ranks.model.step()
         with pytest.raises(VoteError, match="was given up"):
@@ -279,7 +279,7 @@ async def test_a_rank_that_is_closed_in_flight_says_so(step_s: float) -> None:
 
 async def _cut_short(model: Model, transport: Any, doomed: int, number: int) -> tuple[bool, set[str]]:
     """Two versions of two ranks, one cancelled at its number-th meeting: whether it was, and how the ranks end."""
-    group, cancelled, ends = MemoryGroup(2, timeout_s=0.2), list[int](), set[str]()
+    group, cancelled, ends = MemoryGroup(2, timeout_s=1.0), list[int](), set[str]()
 
     async def live(rank: int) -> None:
         def before(at: int) -> None:
