@@ -283,7 +283,12 @@ CASES = (
     ),
     Case(
         "a seed's chunks are those that were stored",
-        (rules.bodies_match_their_digest, rules.contents_match_their_digest, rules.what_was_seeded_is_read),
+        (
+            rules.bodies_match_their_digest,
+            rules.contents_match_their_digest,
+            rules.targets_are_compared,
+            rules.what_was_seeded_is_read,
+        ),
         (*FIRST, Start(1), arm("member", "store", "flip", "Chunk", -1), LATER),
         WRONG,
         LATE,

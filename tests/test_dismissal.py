@@ -73,13 +73,18 @@ async def test_the_run_forgets_it(tmp_path: Path, trainer: Weights) -> None:
 
 async def test_who_lives_all_the_same_takes_part_again(tmp_path: Path, trainer: Weights) -> None:
     engine = Rollout(Weights({"w": torch.zeros(64, dtype=torch.bfloat16)}))
-    async with running(tmp_path, [engine]) as url, published(url, trainer) as publisher:
+    joined = anyio.Event()
+
+    def observe(event: dcr.Event) -> None:
+        if event.name == "joined" and event.detail.startswith("version 1 "):
+            joined.set()
+
+    async with running(tmp_path, [engine]) as url, published(url, trainer, observe=observe) as publisher:
         await publisher.joined(1)
         assert await publisher.dismiss("rollout")
         assert publisher.members == []
         await publish(publisher, 1)
-        await engine.reached(1)
-        await publisher.joined(1)
+        await joined.wait()
         trainer.w.data.neg_()
         assert said(await (await publisher.publish(2)).installed()) == {"rollout": "installed"}
 

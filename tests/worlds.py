@@ -408,6 +408,8 @@ class Trainer:
                 try:
                     return await publisher.publish()
                 except (StateError, RanksLost) as error:
+                    if self._scope.cancel_called:
+                        await anyio.sleep_forever()  # it was told to close, and is told so here as well
                     raise Over(str(error)) from error
                 except (DcrError, OSError):
                     pass  # of the version before: its own watcher is told as well

@@ -11,6 +11,7 @@ from itertools import takewhile
 from dcr import chain
 from dcr.errors import (
     BaseMismatch,
+    DcrError,
     DigestMismatch,
     IncompleteError,
     LayoutError,
@@ -23,7 +24,7 @@ from dcr.seams import Store
 from dcr.stages.compose import Uncomposable
 from dcr.subscribe.membership import Membership
 from dcr.subscribe.offers import Offers
-from dcr.subscribe.rank import Prepared, reader
+from dcr.subscribe.rank import Overfull, Prepared, Seed, reader
 from dcr.subscribe.version import Version
 from dcr.wire import Identity
 
@@ -67,8 +68,7 @@ class Backlog:
                 links = await self._links(store, head)
                 member.lacks = len(links)
                 if member.holds is None or links[0].open.base is None:
-                    version = Version(head, "seed", None)
-                    await self._offers.offer(version, partial(self._seed, store, version))
+                    await self._offer_seed(store, head, links)
                 else:
                     await self._follow(store, _of_one_layout(links)[: self._most])
             except IncompleteError as error:
@@ -140,6 +140,49 @@ class Backlog:
             return await member.rank.prepare(receipt, reader(messages, link.open.identity), None)
 
     # ------------------------------------------------------------------ seeds
+
+    async def _offer_seed(self, store: Store, head: Identity, links: Sequence[chain.Stored]) -> None:
+        """Offer the version that the head names, to be written whole: fetched before, if that can be."""
+        version = Version(head, "seed", None)
+        seed = await self._sow(store, links)
+        if seed is None:
+            await self._offers.offer(version, partial(self._seed, store, version))
+        else:
+            await self._offers.offer(version, partial(self._plant, version, seed))
+
+    async def _sow(self, store: Store, links: Sequence[chain.Stored]) -> Seed | None:
+        """Fetch and verify a seed beside generation; None if it has to be written as it comes, which an event tells."""
+        if len(_of_one_layout(links)) < len(links):
+            return None
+        try:
+            return await self._member.rank.sow(links, store.read)
+        except StorageRebound:
+            raise
+        except (DcrError, OSError, Overfull, Uncomposable) as error:
+            self._member.emit("unsown", links[-1].open.identity.version, detail=f"{type(error).__name__}: {error}")
+            return None
+
+    async def _plant(self, version: Version, seed: Seed) -> Exception | None:
+        """Write what was fetched over whatever live memory holds."""
+        member, began_s = self._member, time.monotonic()
+        try:
+            await member.rank.require_awake()
+            await member.rank.require_epoch()
+            await member.rank.require_unwritten()
+        except (BaseMismatch, RankError, StateError, StorageRebound) as error:
+            return error  # nothing has been written
+        if member.holds is not None:
+            member.holds = None
+            member.move("lost_trust")
+        member.move("seed")
+        try:
+            pause_s = await member.rank.plant(seed)
+            await member.rank.require_root(version.identity, seed.root)
+        except Exception as error:  # of the engine, or of what its user makes of the weights
+            await member.poison(version.identity, error)
+            return error
+        await member.installed(version.identity, seed.root, began_s, pause_s)
+        return None
 
     async def _seed(self, store: Store, version: Version) -> Exception | None:
         """Write stored versions over whatever live memory holds: an anchor, and the deltas after it."""

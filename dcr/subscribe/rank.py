@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -43,6 +44,25 @@ class Prepared:
     def changed(self) -> int:
         """Elements that will be written."""
         return sum(ready.changed for ready in self.readies)
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """A whole version, fetched and verified, to be written over whatever live memory holds.
+
+    anchor: where live memory differs from an anchor. deltas: what those after it change, which can be prepared once the
+    anchor is written; None if there are none. seals: of the deltas.
+    """
+
+    identity: Identity
+    root: bytes
+    anchor: Prepared
+    deltas: Union | None
+    seals: Sequence[Message]
+
+
+class Overfull(Exception):
+    """What is to be prepared would take more memory than the model."""
 
 
 def find_codec(name: str) -> Codec | BasedCodec:
@@ -214,16 +234,80 @@ class Rank:
         target = await anyio.to_thread.run_sync(apply.verify_chain, seals, self.layout, self._lanes, readies)
         return Prepared(links[-1].open.identity, links[-1].seal.root, target, readies)
 
-    async def _join(self, union: Union, link: chain.Stored, messages: AsyncIterator[Message]) -> Message:
-        """Add one link to a union; its seal."""
+    async def _join(
+        self, union: Union, link: chain.Stored, messages: AsyncIterator[Message], *, based: bool = True
+    ) -> Message:
+        """Add one link to a union; its seal. based: live memory holds what the union starts from."""
         header = link.open
         receipt = Receipt(header, run=header.identity.run, term=0, holds=header.base)
         fetch = self._fetch(receipt, reader(messages, header.identity), None)
-        stages = Pipeline(self._decompress(union), Compose(union))
+        stages = Pipeline(self._decompress(union, based=based), Compose(union))
         await stages.run(fetch, version=header.identity.version, observe=self._observe)
         receipt.require_complete()
         assert fetch.seal is not None
         return fetch.seal
+
+    async def sow(
+        self, links: Sequence[chain.Stored], read: Callable[[Identity], AsyncGenerator[Message, None]]
+    ) -> Seed:
+        """Fetch an anchor and the deltas after it and compare the anchor with live memory; writes nothing.
+
+        Memory is held for what differs and for what the deltas change together, at most as much as the model takes.
+        links: of one layout.
+
+        Raises: as `prepare`. Overfull: more differs. Uncomposable: the deltas do not make one change. PayloadError: one
+            of them needs bits that are not in live memory yet.
+        """
+        anchor, *deltas = links
+        await self.bind(anchor.opened)
+        await self.rescan()
+        union, seals = Union(self.layout), list[Message]()
+        for link in deltas:
+            async with aclosing(read(link.open.identity)) as messages:
+                seals.append(await self._join(union, link, messages, based=False))
+        prepared = await self._differences(anchor, read)
+        return Seed(links[-1].open.identity, links[-1].seal.root, prepared, union if deltas else None, seals)
+
+    async def _differences(
+        self, anchor: chain.Stored, read: Callable[[Identity], AsyncGenerator[Message, None]]
+    ) -> Prepared:
+        """What of live memory differs from an anchor."""
+        readies, left_bytes = list[Undoable](), self.layout.schema.nbytes
+
+        def keep(ready: Undoable) -> None:
+            nonlocal left_bytes
+            left_bytes -= ready.nbytes
+            if left_bytes < 0:
+                raise Overfull(
+                    f"more differs from {anchor.open.identity} than fits into as much memory as the model takes"
+                )
+            readies.append(ready)
+
+        receipt = Receipt(anchor.open, run=anchor.open.identity.run, term=0, holds=None)
+        async with aclosing(read(anchor.open.identity)) as messages:
+            fetch = self._fetch(receipt, reader(messages, anchor.open.identity), None)
+            stages = Pipeline(self._decompress(based=False), Prepare(self._loader))
+            await stages.run(fetch, into=keep, version=anchor.open.identity.version, observe=self._observe)
+        seal = receipt.require_complete()
+        assert fetch.seal is not None
+        target = await anyio.to_thread.run_sync(apply.verify, fetch.seal, self.layout, self._lanes, readies)
+        return Prepared(seal.identity, seal.root, target, readies)
+
+    async def plant(self, seed: Seed) -> float:
+        """Write a seed; the seconds that this took. It can be planted once.
+
+        Raises: as `dcr.stages.apply.install` and `verify_chain`; then live memory may hold another version than before.
+        """
+        last = self._loader.settle if seed.deltas is not None else self._settle
+        pause_s: float = await self._run(apply.install, self._loader, seed.anchor.readies, last)
+        self._lanes = seed.anchor.target
+        if seed.deltas is not None:
+            began_s = time.monotonic()
+            readies = await self._run(seed.deltas.prepare, self._loader)
+            self._lanes = apply.verify_chain(seed.seals, self.layout, self._lanes, readies)
+            await self._run(apply.install, self._loader, readies, self._settle)
+            pause_s += time.monotonic() - began_s
+        return pause_s
 
     async def inspect(
         self, receipt: Receipt, receive: Receive, again: AskAgain | None
@@ -288,10 +372,13 @@ class Rank:
     def _fetch(self, receipt: Receipt, receive: Receive, again: AskAgain | None) -> Fetch:
         return Fetch(receipt, self.layout, self._budget, receive=receive, again=again, timeout_s=self._timeout_s)
 
-    def _decompress(self, union: Union | None = None) -> Decompress:
-        """The stage that decodes; after a union, chunks that need their base get what it makes of live memory."""
+    def _decompress(self, union: Union | None = None, *, based: bool = True) -> Decompress:
+        """The stage that decodes; after a union, chunks that need their base get what it makes of live memory.
+
+        based: live memory holds their base; else such chunks are refused.
+        """
         loader = self._loader
-        if not isinstance(loader, Readable):
+        if not based or not isinstance(loader, Readable):
             return Decompress(self.layout, self._codecs, None, workers=self._workers)
         live: Callable[[int], Bits] = loader.read
         read = live if union is None else (lambda frame: union.over(frame, live(frame)))
