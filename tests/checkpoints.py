@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,24 @@ def install_and_die(folder: Path, frames: int) -> None:
     for ready in readies[:frames]:
         loader.install(ready)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def own(folder: Path, talk: Connection, frames: int) -> None:
+    """Bind a directory and install some frames, out of which nothing is made; then hold it until told otherwise."""
+    loader = bound(folder)
+    for ready in new_version(loader, 1)[:frames]:
+        loader.install(ready)
+    talk.send(os.getpid())
+    talk.recv()
+    loader.release()
+
+
+def write_all(folder: Path, weights: dict[str, Weight], value: int, talk: Connection) -> None:
+    loader, layout = SafetensorsLoader(folder, fsync=False), layout_of(weights)
+    loader.bind(layout)
+    for frame in layout.frames:
+        change = Change(Operation.OVERWRITE, None, np.full(frame.numel, value, np.uint32))
+        loader.install(loader.prepare(frame.index, change))
+    talk.send("installed")
+    talk.recv()
+    loader.settle()

@@ -18,7 +18,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from checkpoints import WEIGHTS, bound, install, install_and_die, load, new_version, save
+from checkpoints import WEIGHTS, bound, install, install_and_die, load, new_version, own, save, write_all
 from refits import FAST, Weights, publish
 
 import dcr
@@ -38,16 +38,6 @@ FORKED = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     save(tmp_path / "checkpoint", WEIGHTS, request.param)
     return tmp_path / "checkpoint"
-
-
-def own(folder: Path, talk: Connection, frames: int) -> None:
-    """Bind a directory and install some frames, out of which nothing is made; then hold it until told otherwise."""
-    loader = bound(folder)
-    for ready in new_version(loader, 1)[:frames]:
-        loader.install(ready)
-    talk.send(os.getpid())
-    talk.recv()
-    loader.release()
 
 
 @contextmanager
@@ -356,19 +346,6 @@ def test_what_is_published_reaches_no_file_of_another_owner(tmp_path: Path) -> N
     ours.send(None)
     process.join()
     assert set(load(tmp_path).values()) == {np.full(4, 1, np.uint32).tobytes()}
-
-
-def write_all(folder: Path, weights: dict[str, Weight], value: int, talk: Connection) -> None:
-    from dcr.patch import Change, Operation
-
-    loader, layout = SafetensorsLoader(folder, fsync=False), layout_of(weights)
-    loader.bind(layout)
-    for frame in layout.frames:
-        change = Change(Operation.OVERWRITE, None, np.full(frame.numel, value, np.uint32))
-        loader.install(loader.prepare(frame.index, change))
-    talk.send("installed")
-    talk.recv()
-    loader.settle()
 
 
 @pytest.mark.parametrize("replacements", [1, verify.READS])
