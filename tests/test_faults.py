@@ -24,6 +24,7 @@ from dcr.errors import (
     IncompleteError,
     NotCommittedError,
     Poisoned,
+    RankError,
     ReadBackError,
     SchemaError,
     StateError,
@@ -594,6 +595,53 @@ async def test_a_weight_that_is_replaced_while_it_is_bound_is_noticed(tmp_path: 
         with pytest.raises(StorageRebound):
             async with dcr.subscriber(url, loader=Moving(empty_like(trainer)), member="m", transport=FAST) as versions:
                 await (await anext(versions)).install()
+
+
+@pytest.mark.parametrize("become", [torch._neg_view, torch.Tensor.to_sparse], ids=["lazy", "sparse"])
+async def test_a_weight_that_has_no_memory_of_its_own_any_more_counts_as_replaced(
+    tmp_path: Path, trainer: Weights, become: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    url, receiver = f"local://{tmp_path}", empty_like(trainer)
+    async with (
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
+        dcr.subscriber(url, loader=dcr.loader("module", receiver), member="m", transport=FAST) as versions,
+    ):
+        await publish(publisher, 1)
+        version = await anext(versions)
+        receiver._parameters["w"] = torch.nn.Parameter(become(receiver.w.detach().float()), requires_grad=False)
+        with pytest.raises(StorageRebound, match=r"w: .* replaced since the loader was bound"):
+            await version.install()
+        assert not versions.may_serve
+
+
+class Dying:
+    """A loader that cannot say where weights lie, once it is told so."""
+
+    def __init__(self, module: Weights) -> None:
+        self._loader = dcr.loader("module", module)
+        self.dead = False
+        for name in ("bind", "prepare", "settle", "digest", "undo", "install"):
+            setattr(self, name, getattr(self._loader, name))
+
+    def epoch(self) -> bytes:
+        if self.dead:
+            raise RankError("rank 1 is gone")
+        return self._loader.epoch()
+
+
+async def test_whoever_installs_learns_what_ended_the_subscriber(tmp_path: Path, trainer: Weights) -> None:
+    url, loader = f"local://{tmp_path}", Dying(empty_like(trainer))
+    async with (
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
+        dcr.subscriber(url, loader=loader, member="m", transport=FAST) as versions,
+    ):
+        await publish(publisher, 1)
+        await (await anext(versions)).install()
+        await publish(publisher, 2)
+        version = await anext(versions)
+        loader.dead = True
+        with pytest.raises(RankError, match="rank 1 is gone"):
+            await version.install()
 
 
 @pytest.mark.parametrize("how", ["scope", "native"])

@@ -105,3 +105,13 @@ def test_weights_that_move_at_each_step_are_published_and_refused_at_publish_if_
                 order(publisher.publish(version), lambda: next(versions).install())
                 held = {name: bits_of(tensor).tolist() for name, tensor in engine.state_dict().items()}
                 assert held == {name: bits_of(tensor).tolist() for name, tensor in trainer.full().items()}
+
+
+def test_a_weight_that_became_a_lazy_view_of_its_own_memory_is_refused(tmp_path: Path) -> None:
+    """Its address, shape, strides and dtype are what they were, and its memory holds other bits than it shows."""
+    trainer = Trainer("module")
+    with dcr.blocking.publisher(f"local://{tmp_path}", source=trainer.source, transport=FAST) as publisher:
+        publisher.publish(1).committed()
+        trainer.net.a.data = torch._neg_view(trainer.net.a.data)
+        with pytest.raises(StorageRebound, match=r"^a: a lazily conjugated or negated view"):
+            publisher.publish(2)

@@ -41,6 +41,11 @@ def view_as_another_dtype(model: Model) -> None:
     model.scale.data = model.scale.data.view(torch.int32)
 
 
+def negate_lazily(model: Model) -> None:
+    """The same memory in the same shape, which shows other values from now on."""
+    model.scale.data = torch._neg_view(model.scale.data)
+
+
 def replace_parameter(model: Model) -> None:
     model.layer.weight = torch.nn.Parameter(model.layer.weight.data)
 
@@ -87,7 +92,7 @@ def give_the_storage_back(model: Model) -> None:
     model.scale.untyped_storage().resize_(0)
 
 
-IN_PLACE = [replace_parameter, replace_module, replace_holder]  # the same memory under the same names
+IN_PLACE = [replace_parameter, replace_module, replace_holder, negate_lazily]  # the same memory under the same names
 MOVES = [
     move_data,
     transpose,
@@ -131,6 +136,12 @@ def test_what_is_no_move_is_not_taken_for_one(happens: Callable[[Model], None]) 
     homes = Homes(model)
     happens(model)
     assert homes.are_left()
+
+
+def test_a_view_that_was_lazy_before_has_not_moved() -> None:
+    model = Model()
+    negate_lazily(model)
+    assert Homes(model).are_left()
 
 
 def test_a_tensor_that_is_looked_at_besides_is_noticed_as_well() -> None:

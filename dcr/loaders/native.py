@@ -26,7 +26,7 @@ from dcr.patch import Change
 from dcr.placement import Place, Placement, wanted
 from dcr.ready import Ready
 from dcr.schema import Schema, TensorSpec, patterns
-from dcr.sources.bits import bits_of
+from dcr.sources.bits import bits_of, is_lazy
 from dcr.sources.homes import Homes
 from dcr.sources.names import hint
 from dcr.sources.state import require_named
@@ -264,8 +264,8 @@ def _digest(*facts: object) -> bytes:
 
 
 def _home(tensor: torch.Tensor) -> tuple[object, ...]:
-    storage = tensor.untyped_storage().data_ptr()
-    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), str(tensor.dtype)
+    storage, dtype = tensor.untyped_storage().data_ptr(), str(tensor.dtype)
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), dtype, is_lazy(tensor)
 
 
 class NativeRank:

@@ -85,6 +85,14 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether this is a conjugated or negated view, whose memory holds other bits than it shows.
+
+    `tensor.data = tensor.data.conj()` makes one of a weight, at the same address, with its shape, strides and dtype.
+    """
+    return tensor.is_conj() or tensor.is_neg()
+
+
 def words(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as integers of a width that torch can move: it has no kernels for uint4 and its like.
 

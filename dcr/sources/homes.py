@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from dcr.sources.bits import is_lazy
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Home:
@@ -25,6 +27,7 @@ class _Home:
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    is_lazy: bool
 
     def is_left(self) -> bool:
         """Whether the same tensor lies in the same place; what has no strides or address any more does not."""
@@ -36,6 +39,7 @@ class _Home:
                 and tensor.shape == self.shape
                 and tensor.stride() == self.stride
                 and tensor.dtype is self.dtype
+                and is_lazy(tensor) is self.is_lazy
             )
         )
 
@@ -100,8 +104,9 @@ def _entries(module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
 def _home(holder: Any, key: Any) -> _Home:
     tensor = holder[key]
     if tensor is None:
-        return _Home(holder, key, None, 0, torch.Size(()), (), torch.uint8)
+        return _Home(holder, key, None, 0, torch.Size(()), (), torch.uint8, False)
     try:
-        return _Home(holder, key, tensor, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        place = tensor.data_ptr(), tensor.shape, tensor.stride()
     except RuntimeError:  # a tensor without memory, strides or shape: a look at it fails again, and is never "left"
-        return _Home(holder, key, tensor, 0, torch.Size(()), (), tensor.dtype)
+        place = 0, torch.Size(()), ()
+    return _Home(holder, key, tensor, *place, tensor.dtype, is_lazy(tensor))

@@ -18,7 +18,7 @@ from dcr.errors import SchemaError, StorageRebound
 from dcr.frames import Shard
 from dcr.schema import width_of, words_of
 from dcr.seams import Twins
-from dcr.sources.bits import bits_at, dtype_of
+from dcr.sources.bits import bits_at, dtype_of, is_lazy
 from dcr.sources.tensors import Tied, require_memory, require_plain
 from dcr.views import Bits
 
@@ -91,6 +91,7 @@ class Memory:
                     or tensor.shape != shapes[index]
                     or tensor.stride() != strides[index]
                     or tensor.dtype is not dtypes[index]
+                    or is_lazy(tensor)
                 ):
                     return None
                 tensors.append(tensor)
@@ -175,11 +176,12 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Where and how one tensor lies; None if it is no dense memory."""
+    """Where and how one tensor lies; None if it is no dense memory with its own bits."""
     try:
-        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     except RuntimeError:
         return None
+    return None if is_lazy(tensor) else place
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> _Places:

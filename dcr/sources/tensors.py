@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dcr.boxes import Box, is_injective, whole
 from dcr.errors import LayoutError, OptionError, SchemaError
 from dcr.schema import DTYPES, PAIRS, require_text, waived, width_of
-from dcr.sources.bits import storage_bits
+from dcr.sources.bits import is_lazy, storage_bits
 from dcr.views import Bits
 
 
@@ -205,7 +205,7 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
             f"or write waive=[{name!r}] at both ends if it never changes"
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.is_neg() or tensor.is_conj():
+    if is_lazy(tensor):
         raise SchemaError(
             f"{name}: a lazily conjugated or negated view, its memory holds other bits; "
             "call resolve_conj() and resolve_neg() first"

@@ -53,7 +53,11 @@ class Offers:
         try:
             while not version.installed:
                 await version.wanted()
-                error = await install()
+                try:
+                    error = await install()
+                except Exception as ended:  # it ends this subscriber: whoever installs learns why, and not only that
+                    version.answer(ended)
+                    raise
                 version.answer(error)
                 if isinstance(error, StorageRebound):
                     raise error  # nothing that this subscriber knows is true any more

@@ -14,7 +14,16 @@ import anyio.to_thread
 from dcr import chain, digest, frames, plugins
 from dcr.budget import ByteBudget
 from dcr.commit import Receipt
-from dcr.errors import BaseMismatch, DigestMismatch, IncompleteError, PayloadError, Poisoned, StateError, StorageRebound
+from dcr.errors import (
+    BaseMismatch,
+    DigestMismatch,
+    IncompleteError,
+    PayloadError,
+    Poisoned,
+    SchemaError,
+    StateError,
+    StorageRebound,
+)
 from dcr.frames import Layout
 from dcr.observe import Observer
 from dcr.pipeline import Pipeline
@@ -167,7 +176,13 @@ class Rank:
         Raises:
             StorageRebound: they do not.
         """
-        if self._layout is not None and await self._run(self._loader.epoch) != self._epoch:
+        if self._layout is None:
+            return
+        try:
+            epoch = await self._run(self._loader.epoch)
+        except SchemaError as error:  # it was a tensor that can be written when the loader was bound
+            raise StorageRebound(f"{error}. It was replaced since the loader was bound; subscribe anew") from error
+        if epoch != self._epoch:
             raise StorageRebound("a weight was replaced or moved since the loader was bound; subscribe anew")
 
     async def require_awake(self) -> None:
