@@ -14,6 +14,7 @@ import torch
 from refits import FAST, Rollout, Weights, bits, empty_like, publish, require_equal, running, set_bits, state
 
 import dcr
+from dcr.codec import CLASSES
 from dcr.errors import IncompleteError, PayloadError, VoteError
 from dcr.loaders.module import ModuleLoader
 from dcr.observe import Event
@@ -105,6 +106,52 @@ async def test_fifty_versions_behind_is_one_version_of_what_they_changed_togethe
     assert laggard.offered[0].changed == len(changed)
     assert sorted(laggard.loader.installs) == sorted(set(laggard.loader.installs))
     assert [event.detail for event in laggard.seen("composed")] == ["50 stored versions as one"]
+    require_equal(laggard.module, state(trainer))
+
+
+async def test_deltas_that_need_their_old_bits_are_composed_over_those_of_the_deltas_before_them() -> None:
+    """Small weights change, by many bits: so each version has other elements in each class of old bits."""
+    rng, transport, trainer = np.random.default_rng(5), MemoryTransport(), model(20 * ELEMS)
+    laggard, kinds = Laggard(empty_like(trainer), transport), set[str]()
+
+    def step() -> None:
+        small = np.flatnonzero(bits(trainer.w) & 0x7FFF < 0x2000)
+        at = rng.choice(small, len(small) // 3, replace=False)
+        set_bits(trainer.w, at, rng.integers(0, 1 << 16, len(at), np.uint16))
+
+    change(trainer, rng, trainer.w.numel())
+    await publish_all(transport, trainer, [lambda: None], codec=CLASSES.name, frame_elems=10 * ELEMS)
+    await laggard.follow(0)
+    options = {"source": dcr.source(trainer), "frame_elems": 10 * ELEMS, "codec": CLASSES.name}
+    async with dcr.publisher(URL, transport=transport, **options) as publisher:
+        for _ in range(3):
+            step()
+            kinds |= {chosen.form for chosen in (await publish(publisher)).chosen}
+    await laggard.follow(3)
+    assert "class" in kinds
+    assert [event.detail for event in laggard.seen("composed")] == ["3 stored versions as one"]
+    require_equal(laggard.module, state(trainer))
+
+
+async def test_deltas_of_another_layout_are_not_composed_with_those_before_them() -> None:
+    """A trainer that was restarted with other frames goes on where it was: a position means another element then."""
+    rng, transport, trainer = np.random.default_rng(5), MemoryTransport(), model()
+    laggard, steps = Laggard(empty_like(trainer), transport), [lambda: change(trainer, rng, 20)] * 3
+    await publish_all(transport, trainer, [lambda: None])
+    async with dcr.subscriber(
+        URL, loader=laggard.loader, member="m", transport=transport, observe=laggard.events.append
+    ) as versions:
+        await publish_all(transport, trainer, steps[:1], quorum=0)
+        offered = await anext(versions)
+        await publish_all(transport, trainer, steps, quorum=0)
+        await publish_all(transport, trainer, steps, quorum=0, frame_elems=FRAME_ELEMS // 2)
+        await offered.install()
+        while versions.version != 7:
+            version = await anext(versions)
+            laggard.offered.append(version)
+            await version.install()
+    assert [(version.number, version.kind) for version in laggard.offered] == [(4, "delta"), (7, "delta")]
+    assert not laggard.seen("divided")
     require_equal(laggard.module, state(trainer))
 
 
