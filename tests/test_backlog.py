@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 import torch
 from refits import FAST, Rollout, Weights, bits, empty_like, publish, require_equal, running, set_bits, state
 
 import dcr
+from dcr import digest, wire
 from dcr.codec import CLASSES
-from dcr.errors import IncompleteError, PayloadError, VoteError
+from dcr.errors import DigestMismatch, IncompleteError, PayloadError, StorageRebound, VoteError
 from dcr.loaders.module import ModuleLoader
 from dcr.observe import Event
 from dcr.subscribe.rank import Overfull, Rank
@@ -193,7 +195,19 @@ def missing(attempt: Any) -> None:
     attempt.chunks.pop()
 
 
-@pytest.mark.parametrize(("damage", "error"), [(flipped, PayloadError), (missing, IncompleteError)])
+def resealed(attempt: Any) -> None:
+    """A seal that names other bits than its chunks lead to."""
+    message = wire.parse(attempt.sealed)
+    lanes = digest.unpack(message.body).copy()
+    target = slice(len(lanes) // 3, 2 * len(lanes) // 3)
+    lanes[target] += np.uint64(1)
+    seal = msgspec.structs.replace(message.header, root=digest.root(lanes[target]))
+    attempt.sealed = b"".join(wire.pieces(Message(seal, digest.pack(lanes))))
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"), [(flipped, PayloadError), (missing, IncompleteError), (resealed, DigestMismatch)]
+)
 async def test_a_stored_version_that_is_damaged_stops_a_laggard_at_the_one_before_it(
     damage: Callable[[Any], None], error: type[Exception]
 ) -> None:
@@ -214,6 +228,28 @@ async def test_a_stored_version_that_is_damaged_stops_a_laggard_at_the_one_befor
         await laggard.follow(11)
     assert laggard.offered[-1].number == 7
     require_equal(laggard.module, states[7])
+
+
+async def test_what_comes_after_versions_that_made_no_change_together_is_one_again() -> None:
+    rng, transport, trainer = np.random.default_rng(5), MemoryTransport(), model()
+    laggard, step = Laggard(empty_like(trainer), transport), lambda: change(trainer, rng, ELEMS // 4)
+    await publish_all(transport, trainer, [lambda: None])
+    async with dcr.subscriber(
+        URL, loader=laggard.loader, member="m", transport=transport, observe=laggard.events.append
+    ) as versions:
+        await publish_all(transport, trainer, [step], quorum=0)
+        offered = await anext(versions)
+        await publish_all(transport, trainer, [step] * 2, quorum=0, operation=dcr.Operation.XOR)
+        await publish_all(transport, trainer, [step] * 2, quorum=0, operation=dcr.Operation.STEP)
+        await offered.install()
+        while versions.version != 5:
+            await (offered := await anext(versions)).install()
+        assert laggard.seen("divided")
+        await publish_all(transport, trainer, [step], quorum=0)
+        offered = await anext(versions)
+        await publish_all(transport, trainer, [step] * 4, quorum=0)
+        await offered.install()
+        assert (await anext(versions)).number == 10
 
 
 async def test_memory_that_somebody_has_changed_is_seeded_and_not_composed_upon() -> None:
@@ -374,6 +410,19 @@ async def test_a_seed_that_is_damaged_and_not_replaced_is_an_error() -> None:
         assert not versions.may_serve
 
 
+async def test_a_seed_is_not_written_where_weights_lay_before() -> None:
+    rng, transport, trainer = np.random.default_rng(5), MemoryTransport(), model(64)
+    receiver = empty_like(trainer)
+    await publish_all(transport, trainer, [lambda: change(trainer, rng, 5)])
+    async with dcr.subscriber(URL, loader=dcr.loader("module", receiver), member="m", transport=transport) as versions:
+        version, before = await anext(versions), receiver.w.data
+        receiver.w.data = before.clone()
+        with pytest.raises(StorageRebound):
+            await version.install()
+        assert not bits(before).any()
+        assert not versions.may_serve
+
+
 # ---------------------------------------------------------------------- members never go back
 
 
@@ -427,6 +476,44 @@ async def test_an_older_head_that_is_read_once_takes_no_member_back(tmp_path: Pa
         lied += transport.lied
         n = n + 3 if transport.reads >= n else 0
     assert lied > 3
+
+
+class Lagging:
+    """A transport whose members read each head once more after its link has seen the next one."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+
+    @asynccontextmanager
+    async def open(self, url: str) -> AsyncIterator[Any]:
+        async with self._transport.open(url) as run:
+            newest = run.ledger.read
+            before = await newest()
+
+            async def read() -> Any:
+                nonlocal before
+                lagging, before = before, await newest()
+                return lagging
+
+            run.ledger.read = read
+            yield run
+
+
+async def test_a_head_that_was_announced_is_waited_for(tmp_path: Path) -> None:
+    """Nothing else comes after the last version: whoever takes the head before it for the newest waits for ever."""
+    rng, trainer = np.random.default_rng(5), model(64)
+    rollout = Rollout(empty_like(trainer))
+    async with running(tmp_path, [rollout], transport=Lagging(FAST)) as url:
+        for numbers in ((1, 2), (3, 4)):  # a publisher, and the next one
+            async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
+                await publisher.joined(1)
+                for number in numbers:
+                    change(trainer, rng, 5)
+                    await publish(publisher, number)
+                    with anyio.fail_after(10):
+                        await rollout.reached(number)
+    require_equal(rollout.module, state(trainer))
+    assert rollout.kinds == {1: "seed"} | dict.fromkeys((2, 3, 4), "delta")
 
 
 async def test_a_publisher_that_has_gone_back_is_told_and_not_followed() -> None:
