@@ -11,6 +11,7 @@ import torch
 from refits import FAST, publish, state
 
 import dcr
+from dcr.errors import Poisoned
 
 
 def linear() -> torch.nn.Linear:
@@ -113,6 +114,59 @@ async def test_its_error_after_a_seed_poisons(tmp_path: Path) -> None:
         await (await anext(versions)).install()
         assert versions.may_serve
         assert weight_of(engine) == weight_of(trainer)
+
+
+def write(engine: torch.nn.Linear) -> None:
+    engine.weight.data.mul_(2)
+
+
+def replace(engine: torch.nn.Linear) -> None:
+    engine.weight.data = engine.weight.data.clone()
+
+
+@pytest.mark.parametrize("kind", ["seed", "delta"])
+@pytest.mark.parametrize(("harm", "said"), [(write, "written the weights"), (replace, "replaced it")])
+async def test_a_function_that_changes_the_weights_themselves_poisons(
+    tmp_path: Path, harm: Callable[[torch.nn.Linear], None], said: str, kind: str
+) -> None:
+    trainer, engine = linear(), linear()
+    if kind == "delta":
+        engine.load_state_dict(trainer.state_dict())
+    url = f"local://{tmp_path}"
+    async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
+        await publish(publisher, 1)
+        async with dcr.subscriber(
+            url,
+            loader=dcr.loader("module", engine),
+            member="m",
+            transport=FAST,
+            after_install=lambda: harm(engine),
+        ) as versions:
+            change(trainer)
+            await publish(publisher, 2)
+            version = await anext(versions)
+            assert version.kind == kind
+            with pytest.raises(Poisoned, match=f"after_install has {said}"):
+                await version.install()
+            assert not versions.may_serve
+
+
+async def test_what_a_function_leaves_alone_is_looked_at_once(tmp_path: Path) -> None:
+    trainer, engine = linear(), linear()
+    url, loader = f"local://{tmp_path}", dcr.loader("module", engine)
+    async with (
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
+        dcr.subscriber(url, loader=loader, member="m", transport=FAST, after_install=lambda: None) as versions,
+    ):
+        await publish(publisher, 1)
+        await (await anext(versions)).install()
+        looks, digest = [], loader.digest
+        loader.digest = lambda: looks.append(1) or digest()
+        for number in (2, 3):
+            change(trainer)
+            await publish(publisher, number)
+            await (await anext(versions)).install()
+    assert not looks
 
 
 @pytest.mark.parametrize("answer", [7, "recompile"])

@@ -202,7 +202,7 @@ class Backlog:
             last = await self._overwrite(store, version, links)
             pause_s = time.monotonic() - paused_s
             await member.rank.require_root(version.identity, last.seal.root)
-            await member.rank.refresh()
+            await member.rank.refresh(version.identity, last.seal.root)
         except Exception as error:  # of the store, of the engine, or of what its user makes of the weights
             await member.poison(version.identity, error)
             return error

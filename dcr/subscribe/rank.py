@@ -36,6 +36,7 @@ from dcr.stages.transfer import Fetch
 from dcr.views import Bits, Lanes
 from dcr.wire import Chunk, Identity, Message, Open
 
+_HARMLESS = "it may only make anew what is made of them, in memory of its own; do not serve"
 Receive = Callable[[], Awaitable[Message]]
 AskAgain = Callable[[Chunk, PayloadError], Awaitable[None]]
 
@@ -102,6 +103,7 @@ class Rank:
     ) -> None:
         self._loader = loader
         self._after_install = after_install
+        self._is_harmless = after_install is None  # whether that is known to leave the weights alone
         self._budget = budget
         self._codecs = codecs
         self._timeout_s = timeout_s
@@ -343,9 +345,13 @@ class Rank:
         return seal.root, Prepared(seal.identity, seal.root, target, []) if held else None
 
     async def install(self, prepared: Prepared) -> float:
-        """Write what is prepared; the seconds that this took. Raises as `dcr.stages.apply.install`."""
+        """Write what is prepared; the seconds that this took.
+
+        Raises: as `dcr.stages.apply.install`. Poisoned: the user's function has written or replaced weights.
+        """
         pause_s: float = await self._run(apply.install, self._loader, prepared.readies, self._settle)
         self._lanes = prepared.target
+        await self._require_harmless(prepared.identity, prepared.root)
         return pause_s
 
     async def overwrite(self, opened: Message, messages: AsyncIterator[Message]) -> None:
@@ -373,10 +379,30 @@ class Rank:
                 "do not serve, the next version offered seeds it anew"
             )
 
-    async def refresh(self) -> None:
-        """Have what the user makes of the weights made anew, after a seed; raises what it raises."""
+    async def refresh(self, identity: Identity, root: bytes) -> None:
+        """Have what the user makes of the weights made anew, after a seed; raises what it raises.
+
+        Raises:
+            Poisoned: it has written or replaced weights.
+        """
         if self._after_install is not None:
             await self._run(self._after_install)
+            await self._require_harmless(identity, root)
+
+    async def _require_harmless(self, identity: Identity, root: bytes) -> None:
+        """Look at all weights once the user's function has run for the first time: what it does then, it does always.
+
+        Raises:
+            Poisoned: it has written them, or replaced one.
+        """
+        if self._is_harmless:
+            return
+        try:
+            self._is_harmless = await self.rescan() == root
+        except StorageRebound as error:
+            raise Poisoned(f"{identity}: {error}: after_install has replaced it; {_HARMLESS}") from error
+        if not self._is_harmless:
+            raise Poisoned(f"{identity}: after_install has written the weights themselves; {_HARMLESS}")
 
     def _settle(self) -> None:
         """Bring up to date what is made of the weights: what the loader makes, and then what the user does."""

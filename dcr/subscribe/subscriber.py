@@ -51,7 +51,8 @@ class Subscriber:
     wait for the next piece of an attempt that has begun. workers: threads that decode. after_install: a function
     without arguments that makes anew what this engine keeps of its weights besides them, such as compiled or prepacked
     copies. It is called within each install, in a worker thread, once the weights have been written and read back; an
-    error of it undoes the version (but poisons a seed), and it is called again after an undo.
+    error of it undoes the version (but poisons a seed), and it is called again after an undo. It may not change the
+    weights: after its first call they are read once more, and a change poisons.
 
     Raises:
         TypeError: `loader` is none: a bare module, for example. LocalError: `member` is no name. PluginError: the URL's
