@@ -20,9 +20,10 @@ from dcr.codec import CLASSES
 from dcr.errors import DigestMismatch, IncompleteError, PayloadError, StorageRebound, VoteError
 from dcr.loaders.module import ModuleLoader
 from dcr.observe import Event
+from dcr.subscribe.membership import Membership
 from dcr.subscribe.rank import Overfull, Rank
 from dcr.testing import MemoryTransport
-from dcr.wire import Head, Message
+from dcr.wire import Commit, Head, Identity, MemberRef, Message
 
 ELEMS, FRAME_ELEMS = 4000, 1000
 URL = "memory:///run"
@@ -514,6 +515,63 @@ async def test_a_head_that_was_announced_is_waited_for(tmp_path: Path) -> None:
                         await rollout.reached(number)
     require_equal(rollout.module, state(trainer))
     assert rollout.kinds == {1: "seed"} | dict.fromkeys((2, 3, 4), "delta")
+
+
+class Reading:
+    """A run of which nothing but its head is read."""
+
+    def __init__(self) -> None:
+        self.head: Head | None = None
+        self.ledger = self
+
+    async def read(self) -> tuple[Head | None, bytes]:
+        return self.head, b""
+
+
+def head_of(run: str, term: int, version: int) -> Head:
+    return Head(run, term, Identity(run, term, version, 1), b"")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "follows"),
+    [
+        (head_of("a", 2, 5), head_of("a", 2, 6), True),
+        (head_of("a", 2, 5), head_of("a", 3, 5), True),
+        (head_of("a", 2, 5), head_of("a", 1, 5), False),
+        (head_of("a", 2, 5), head_of("a", 2, 4), False),
+        (head_of("a", 2, 5), None, False),
+        (head_of("a", 2, 5), head_of("b", 1, 0), True),
+        (None, head_of("a", 1, 0), True),
+    ],
+    ids=["later", "next term", "term before", "version before", "no head", "another run", "first"],
+)
+async def test_a_head_is_followed_unless_it_is_older_than_the_one_before_it(
+    before: Head | None, now: Head | None, follows: bool
+) -> None:
+    run, events = Reading(), list[Event]()
+    member: Any = Membership(MemberRef("m", "1"), run, None, None, events.append)  # type: ignore[arg-type]
+    for run.head in (before, now):
+        await member.committed()
+    assert member.head == (now if follows else before)
+    assert [event.name for event in events] == ([] if follows else ["stale"])
+
+
+class Announcing:
+    """A link over which one commit is announced."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+
+    async def receive(self) -> Message:
+        return Message(Commit(self._identity))
+
+
+async def test_what_was_announced_and_never_came_true_counts_for_one_look_at_the_head() -> None:
+    run, link = Reading(), Announcing(Identity("a", 1, 6, 1))
+    member: Any = Membership(MemberRef("m", "1"), run, link, None, lambda event: None)  # type: ignore[arg-type]
+    run.head = head_of("a", 1, 5)
+    await member.receive()
+    assert [await member.committed() for _ in range(2)] == [None, run.head.identity]
 
 
 async def test_a_publisher_that_has_gone_back_is_told_and_not_followed() -> None:
