@@ -13,6 +13,7 @@ from unittest import mock
 import anyio
 import pytest
 
+from dcr.errors import WireError
 from dcr.transports.local import LocalRun, LocalTransport, files, member
 from dcr.wire import Chunk, ChunkRef, Head, Identity, Join, MemberRef, Message, Open, Seal
 
@@ -51,6 +52,27 @@ async def test_a_seal_comes_last_though_a_chunk_before_it_was_not_listed_yet(run
             await sender.send(Message(Seal(FIRST, None, refs, b"", b"")))
             kinds = [type((await link.receive()).header).__name__ for _ in range(4)]
     assert kinds == ["Open", "Chunk", "Chunk", "Seal"]
+
+
+async def test_an_opening_that_is_no_message_is_told_once_and_the_next_attempt_is_seen(run: LocalRun) -> None:
+    second = Identity("run", 1, 2, 1)
+    async with run.sender() as sender, run.member(REF) as link:
+        await sender.send(Message(Open(FIRST, None, b"layout", ())))
+        opening = run.root / "attempts" / files.folder_name(FIRST) / "open"
+        opening.write_bytes(opening.read_bytes().replace(b"open", b"oxen"))
+        with anyio.fail_after(5), pytest.raises(WireError):
+            await link.receive()
+        assert link._receive() is None
+        await sender.send(Message(Open(second, None, b"layout", ())))
+        with anyio.fail_after(5):
+            assert (await link.receive()).header == Open(second, None, b"layout", ())
+
+
+@pytest.mark.parametrize("name", [b"", b"../../elsewhere", b"\xff", b"000000000001.000001"])
+async def test_a_pointer_that_names_no_attempt_is_no_news(run: LocalRun, name: bytes) -> None:
+    (run.root / files.pointer_name(1)).write_bytes(name)
+    async with run.member(REF) as link:
+        assert link._receive() is None
 
 
 async def _joins(sender: Any) -> list[Identity | None]:
