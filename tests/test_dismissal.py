@@ -16,6 +16,7 @@ import dcr
 import dcr.blocking
 from dcr.cli import main
 from dcr.publish import dismissal
+from dcr.publish.roster import Roster
 from dcr.wire import Join, MemberRef, Message
 
 DEAD = MemberRef("dead", "life")
@@ -139,3 +140,16 @@ async def test_dismissing_gives_up_every_life_of_a_name_and_no_other(tmp_path: P
                 await link.send(Message(Join(ref, None)))
         assert await dismissal.dismiss(run, "dead") == 2
         assert [join.member for join in await run.members()] == refs[2:]
+
+
+def test_every_life_of_a_name_leaves_the_roster_and_those_that_do_not_answer_as_well() -> None:
+    roster = Roster(lambda event: None)
+    lives = [MemberRef("dead", str(number)) for number in range(3)]
+    for ref in (*lives, MemberRef("live", "1")):
+        roster.receive(Message(Join(ref, None)))
+    roster.give_up_on(lives[2])
+    assert roster.dismiss("dead")
+    assert [ref.member for ref in roster] == ["live"]
+    roster.give_up_on(MemberRef("live", "1"))
+    assert roster.dismiss("live")
+    assert not roster.dismiss("live")

@@ -148,3 +148,15 @@ def test_copies_of_what_is_frozen_are_compared_a_slice_at_a_time() -> None:
     found = [bool(differing([copies.roots(one, turn), copies.roots(other, turn)])) for turn in range(8)]
     assert sum(found) == 2
     assert differing([copies.roots(one), copies.roots(other)])
+
+
+@pytest.mark.parametrize("element", [0, 4, 9])
+def test_copies_that_differ_in_any_frame_of_a_tensor_are_found(element: int) -> None:
+    schema = Schema((TensorSpec("w", "float32", (10,)),))
+    source = SimpleNamespace(schema=schema, copies=[Copy(b"k" * 16, (Shard(0, 0, Box(0, 0, (Dim(10, 1, 1),))),))])
+    copies = Copies(source, FRAME)  # type: ignore[arg-type]
+    one = np.arange(10, dtype=np.uint32)
+    other = one.copy()
+    other[element] += 1
+    assert differing([copies.roots([one]), copies.roots([other])])
+    assert not differing([copies.roots([one]), copies.roots([one.copy()])])

@@ -5,7 +5,10 @@ Both orders in which scripts of one process call the two ends are tried: nobody 
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from refits import FAST
 from torch import nn
 
 import dcr.blocking
-from dcr.errors import StorageRebound
+from dcr.errors import CopiesDiffer, StorageRebound
 from dcr.sources import probe, zero
 from dcr.sources.bits import bits_of
 from dcr.sources.module import ModuleSource
@@ -115,3 +118,50 @@ def test_a_weight_that_became_a_lazy_view_of_its_own_memory_is_refused(tmp_path:
         trainer.net.a.data = torch._neg_view(trainer.net.a.data)
         with pytest.raises(StorageRebound, match=r"^a: a lazily conjugated or negated view"):
             publisher.publish(2)
+
+
+def test_tied_names_that_parted_are_compared_and_published_while_they_are_alike(tmp_path: Path) -> None:
+    net = nn.ParameterDict({"a": nn.Parameter(torch.zeros(6))})
+    net["b"] = net.a
+    with dcr.blocking.publisher(f"local://{tmp_path}", source=ModuleSource(net), transport=FAST) as publisher:
+        publisher.publish(1).committed()
+        net["b"] = nn.Parameter(net.a.detach().clone())
+        publisher.publish(2).committed()
+        with torch.no_grad():
+            net.b[3] = -0.0
+        with pytest.raises(CopiesDiffer, match="a and b are published as one tensor"):
+            publisher.publish(3).committed()
+        with torch.no_grad():
+            net.a[3] = -0.0
+        assert publisher.publish(4).committed().changed == 1
+
+
+class Kept(list[Any]):
+    """Storages that can be asked whether anybody keeps them."""
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["captured", "given up"])
+def test_no_storage_is_kept_between_two_versions(tmp_path: Path, fails: bool) -> None:
+    source, lent = ModuleSource(nn.Linear(3, 3)), list[weakref.ref[Kept]]()
+    borrow = source.storages
+
+    def lend() -> Kept:
+        storages = Kept(borrow())
+        lent.append(weakref.ref(storages))
+        return storages
+
+    source.storages = lend  # type: ignore[method-assign]
+    with dcr.blocking.publisher(f"local://{tmp_path}", source=source, transport=FAST) as publisher:
+        if fails:
+            publisher._publisher._flights._part.look = fail  # type: ignore[union-attr]
+        refit = publisher.publish(1)
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            refit.committed()
+        refit = None  # its error's traceback
+        gc.collect()
+        assert lent
+        assert [storages() for storages in lent] == [None] * len(lent)
+
+
+async def fail() -> None:
+    raise ZeroDivisionError

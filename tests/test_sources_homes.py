@@ -68,6 +68,10 @@ def add_buffer(model: Model) -> None:
     model.register_buffer("more", torch.ones(1))
 
 
+def keep_a_buffer_out_of_the_state(model: Model) -> None:
+    model._non_persistent_buffers_set.add("scale")
+
+
 def add_module(model: Model) -> None:
     model.head = torch.nn.Linear(2, 2)
 
@@ -101,6 +105,7 @@ MOVES = [
     replace_buffer,
     add_parameter,
     add_buffer,
+    keep_a_buffer_out_of_the_state,
     add_module,
     fill_in_what_was_none,
     remove_parameter,

@@ -424,6 +424,10 @@ def reshape(model: Holds) -> None:
     model.weight.data = model.weight.data.view(2, 8)
 
 
+def cut(model: Holds) -> None:
+    model.weight.data = model.weight.data[:2]
+
+
 def reinterpret(model: Holds) -> None:
     model.weight.data = model.weight.data.view(torch.float16)
 
@@ -468,6 +472,7 @@ def rename(model: Holds) -> None:
 CHANGES = {
     restride: r"weight: expected .* with strides \(4, 1\)",
     reshape: r"weight: expected torch.bfloat16 \(4, 4\)",
+    cut: r"weight: expected torch.bfloat16 \(4, 4\).* found torch.bfloat16 \(2, 4\)",
     reinterpret: r"weight: .* found torch.float16",
     free: "weight: its storage holds 0 bytes",
     shorten: "weight: its storage holds 8 bytes",
