@@ -16,6 +16,7 @@ import torch
 from refits import FAST, Weights, require_equal, set_bits, state
 
 import dcr
+from dcr.closing import Contexts, Life
 from dcr.errors import StateError
 
 
@@ -117,6 +118,56 @@ async def test_an_end_whose_observer_fails_says_so_to_whoever_waits(tmp_path: Pa
     assert (await publisher.publish(2)).version == 2
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         await publisher.aclose()
+
+
+async def test_an_opening_that_fails_is_told_where_it_was_asked_for() -> None:
+    async def enter(contexts: Contexts) -> None:
+        raise ZeroDivisionError
+
+    life = Life("end", enter)
+    with anyio.fail_after(5):
+        with pytest.raises(ZeroDivisionError):
+            await life.open()
+        await life.close()
+
+
+class Failing:
+    """An end whose task fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.fail = anyio.Event()
+        self.life = Life("end", self._enter)
+
+    async def _enter(self, contexts: Contexts) -> None:
+        async def work() -> None:
+            await self.fail.wait()
+            raise ZeroDivisionError
+
+        group = await contexts.enter(anyio.create_task_group())
+        contexts.call(group.cancel_scope.cancel)
+        group.start_soon(work)
+
+    async def break_down(self) -> None:
+        await self.life.open()
+        self.fail.set()
+        with anyio.fail_after(5):
+            await self.life._ended.wait()
+
+
+async def test_what_ended_an_end_is_raised_when_it_is_closed_and_once() -> None:
+    end = Failing()
+    await end.break_down()
+    with pytest.RaisesGroup(ZeroDivisionError):
+        await end.life.close()
+    await end.life.close()
+
+
+async def test_whoever_uses_an_end_that_has_failed_is_told_and_its_close_is_silent() -> None:
+    end = Failing()
+    await end.break_down()
+    with pytest.raises(StateError, match=r"this end has ended: .*ZeroDivisionError"):
+        end.life.require_open()
+    await end.life.close()
 
 
 def test_without_an_event_loop_the_blocking_end_is_named() -> None:
