@@ -24,6 +24,7 @@ from refits import FAST, Weights, publish
 import dcr
 from dcr.cli import verify
 from dcr.errors import DcrError, LocalError, SchemaError, StateError, StorageRebound
+from dcr.loaders import ownership
 from dcr.loaders.checkpoint import INDEX, SINGLE, Entry, entries_of
 from dcr.loaders.ownership import LOCK
 from dcr.loaders.safetensors import SafetensorsLoader
@@ -371,3 +372,23 @@ def test_a_reader_whose_files_are_removed_meanwhile_reads_again(
     else:
         assert np.array_equal(verify._digest(tmp_path, layout, ()), loader.digest())
     assert next(steps, None) is None
+
+
+def test_a_lock_file_that_went_before_it_was_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last owner removes it under its lock: whoever had opened it by then would hold the lock of no file."""
+    lock, gone = ownership._lock, list[Path]()
+
+    def lock_late(path: Path, descriptor: int) -> None:
+        if not gone:
+            gone.append(path)
+            path.unlink()
+        lock(path, descriptor)
+
+    monkeypatch.setattr(ownership, "_lock", lock_late)
+    owner = ownership.claim(tmp_path)
+    owner.require()
+    with pytest.raises(StateError, match="another loader of this process"):
+        ownership.claim(tmp_path)
+    owner.release()

@@ -43,6 +43,24 @@ def test_recording_takes_a_fixed_number_of_loads(change: Callable[[torch.Tensor]
     assert max(taken.values()) <= loads
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["taken", "refused"])
+def test_what_modules_keep_beside_tensors_is_as_it_was(fails: bool) -> None:
+    """Else an engine goes on with numbers that were made of random bits."""
+
+    def load(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        model.scale = float(tensor.float().abs().max())  # type: ignore[assignment]
+        model.seen.append(name)  # type: ignore[operator, union-attr]
+        if fails:
+            raise ZeroDivisionError
+        parameter(model, name).copy_(tensor)
+
+    engine = ToyEngine(Model(w=(4, 4)), one_by_one(load))
+    engine.module.scale, engine.module.seen = 1.0, []  # type: ignore[assignment]
+    (verdict,) = record(engine, schema_of({"w": (4, 4)}), waived={0}).verdicts
+    assert verdict.kind is (Kind.SKIP if fails else Kind.LAYER)
+    assert (engine.module.scale, engine.module.seen) == (1.0, [])
+
+
 def test_a_large_table_that_a_loader_reads_is_found_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large stand-ins begin as empty pages: one that is read begins as a copy."""
     monkeypatch.setattr(standin, "SMALL_BYTES", 0)
