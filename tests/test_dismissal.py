@@ -28,10 +28,10 @@ def trainer() -> Weights:
 
 
 @asynccontextmanager
-async def silent(url: str) -> AsyncIterator[None]:
+async def silent(url: str, member: MemberRef = DEAD) -> AsyncIterator[None]:
     """A member that says that it is there, and then nothing."""
-    async with FAST.open(url) as run, run.member(DEAD) as link:
-        await link.send(Message(Join(DEAD, None)))
+    async with FAST.open(url) as run, run.member(member) as link:
+        await link.send(Message(Join(member, None)))
         yield
 
 
@@ -113,6 +113,19 @@ def test_the_command_takes_it_out_of_the_run(tmp_path: Path, trainer: Weights) -
     assert "dead takes no part" in results[0].stdout
     assert "no member of" in results[1].stderr
     assert "there are: none" in results[1].stderr
+
+
+def test_the_command_writes_out_what_would_colour_a_name(tmp_path: Path, trainer: Weights) -> None:
+    url = f"local://{tmp_path}"
+
+    async def leave_behind() -> None:
+        async with published(url, trainer) as publisher:
+            await publish(publisher, 1)
+        async with silent(url, MemberRef("red\x1b[31m", "life")):
+            pass
+
+    anyio.run(leave_behind)
+    assert r"there are: red\x1b[31m" in CliRunner().invoke(main, ["dismiss", url, "dead"]).stderr
 
 
 def test_the_command_says_that_there_is_no_run(tmp_path: Path) -> None:

@@ -138,11 +138,10 @@ def dismiss_member(
     except (DcrError, OSError) as error:
         raise _failure("dismiss", error, 2) from None
     if lives:
-        typer.echo(f"{member} takes no part in {url} any more")
+        typer.echo(f"{printable(member)} takes no part in {url} any more")
         return
-    typer.echo(
-        f"dcr dismiss: no member of {url} is called {member}; there are: {', '.join(others) or 'none'}", err=True
-    )
+    there = ", ".join(map(printable, others)) or "none"
+    typer.echo(f"dcr dismiss: no member of {url} is called {printable(member)}; there are: {there}", err=True)
     raise typer.Exit(1)
 
 

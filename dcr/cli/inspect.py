@@ -9,6 +9,7 @@ import msgspec
 
 from dcr import frames, plugins
 from dcr.chain import Stored, anchor_of
+from dcr.cli.text import printable
 from dcr.errors import LocalError, RemoteError
 from dcr.seams import Store
 from dcr.wire import Identity
@@ -121,7 +122,7 @@ def _row(link: Stored, layout: frames.Layout) -> VersionRow:
 def render(report: Report) -> str:
     """The report as text."""
     lines = [
-        f"run      {report.run} at {report.url}, term {report.term}",
+        f"run      {printable(report.run)} at {report.url}, term {report.term}",
         f"head     {'nothing is committed' if report.head is None else f'version {report.head}'}",
         f"model    {report.tensors:,} tensors, {report.elements:,} elements",
         f"{'version':>10} {'base':>8} {'chunks':>7} {'changed':>14} {'density':>9} {'bytes':>14}  digest",
@@ -132,7 +133,10 @@ def render(report: Report) -> str:
             f"{row.version:>10} {base:>8} {row.chunks:>7} {row.changed:>14,} {100 * row.density:>7.3f} % "
             f"{row.nbytes:>14,}  {row.root[:16]}"
         )
-    lines += [f"member   {one.member} holds {'nothing' if one.holds is None else one.holds}" for one in report.members]
+    lines += [
+        f"member   {printable(joined.member)} holds {'nothing' if joined.holds is None else joined.holds}"
+        for joined in report.members
+    ]
     if report.problem:
-        lines.append(f"PROBLEM  {report.problem}")
+        lines.append(f"PROBLEM  {printable(report.problem)}")
     return "\n".join(lines)
