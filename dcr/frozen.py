@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from dcr.errors import OptionError, SchemaError
 from dcr.frames import Shard
-from dcr.schema import Schema
+from dcr.schema import Schema, misfit
 from dcr.seams import Copy, Residual, Source, Twins
 from dcr.views import Bits
 
@@ -32,7 +32,8 @@ def frozen_tensors(patterns: Sequence[str], schema: Schema) -> frozenset[int]:
     for pattern in patterns:
         fits = {number for number, spec in enumerate(schema.tensors) if fnmatchcase(spec.name, pattern)}
         if not fits:
-            raise SchemaError(_unfit(pattern, schema))
+            names = [(spec.name, *spec.aliases) for spec in schema.tensors]
+            raise SchemaError(misfit(f"frozen={pattern!r}", pattern, names))
         found |= fits
     return frozenset(found)
 
@@ -60,15 +61,3 @@ class FrozenSource:
     def storages(self) -> Sequence[Bits]:
         """See `dcr.seams.Source.storages`."""
         return self._source.storages()
-
-
-def _unfit(pattern: str, schema: Schema) -> str:
-    for spec in schema.tensors:
-        for alias in spec.aliases:
-            if fnmatchcase(alias, pattern):
-                return (
-                    f"frozen={pattern!r} fits {alias}, which is tied to {spec.name} and published under that name; "
-                    f"write {spec.name!r}"
-                )
-    name = schema.tensors[0].name if schema.tensors else ""
-    return f"frozen={pattern!r} fits no tensor; names here are {name!r} and the like"

@@ -83,6 +83,20 @@ def waived(name: str, waive: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in waive)
 
 
+def misfit(option: str, pattern: str, tensors: Iterable[Sequence[str]]) -> str:
+    """Why a pattern fits no tensor, or only a further name of a tied one, which is published under its first.
+
+    option: what its user wrote. tensors: the names of each, the one that it is published under first.
+    """
+    first = ""
+    for owner, *others in tensors:
+        first = first or owner
+        for name in others:
+            if fnmatchcase(name, pattern):
+                return f"{option} fits {name}, which is tied to {owner} and published under that name; write {owner!r}"
+    return f"{option} fits no tensor; names here are {first!r} and the like"
+
+
 def require_text(name: str) -> None:
     """Check that a name can be sent as UTF-8.
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from torch import nn
 from dcr import kernels
 from dcr.errors import SchemaError, StorageRebound
 from dcr.schema import WIDTHS
-from dcr.sources import memory
+from dcr.sources import dtensor, memory, zero
 from dcr.sources.bits import bits_of
 from dcr.sources.module import ModuleSource
 from dcr.views import Table, rows_of
@@ -534,6 +535,50 @@ def test_a_step_in_place_is_no_change_of_tensors() -> None:
     model(torch.ones(1, 3)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.5).step()
     assert published(source) == {name: bits(tensor) for name, tensor in model.state_dict().items()}
+
+
+def tied_model() -> nn.ModuleDict:
+    """A head whose weight is the embedding's."""
+    model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3)})
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+SOURCES = {"module": ModuleSource, "dtensor": dtensor.source, "zero": zero.source}
+
+
+@pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("waive", [["head.weight"], ["head.*"], ["embed.*"]])
+def test_a_tied_tensor_is_not_waived_under_one_of_its_names(make: Callable[..., Any], waive: list[str]) -> None:
+    kept, left = ("head", "embed") if waive == ["embed.*"] else ("embed", "head")
+    with pytest.raises(SchemaError, match=f"^{kept}.weight is tied to {left}.weight, which is waived: .*all its names"):
+        make(tied_model(), waive=waive)
+
+
+def test_parameters_over_the_same_memory_are_waived_together() -> None:
+    memory = counted(4)
+    with pytest.raises(SchemaError, match=r"^a is tied to b, which is waived"):
+        ModuleSource(Holds(a=memory, b=memory.view(4), c=counted(1)), waive=["b"])
+    source = ModuleSource(Holds(a=memory, b=memory, c=counted(1)), waive=["[ab]"])
+    assert [spec.name for spec in source.schema.tensors] == ["c"]
+
+
+@pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+def test_a_waived_pattern_that_fits_nothing_is_refused(make: Callable[..., Any]) -> None:
+    with pytest.raises(SchemaError, match=r"^waive='v_haed.\*' fits no tensor; names here are 'embed.weight' and the "):
+        make(tied_model(), waive=["head.bias", "v_haed.*"])
+
+
+@pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+def test_a_dtype_for_a_further_name_of_a_tied_tensor_says_its_first(make: Callable[..., Any]) -> None:
+    said = r"^dtype=\{'head.weight': ...\} fits head.weight, which is tied to embed.weight .*; write 'embed.weight'"
+    with pytest.raises(SchemaError, match=said):
+        make(tied_model(), dtype={"head.weight": "bfloat16"})
+
+
+def test_a_dtype_for_no_tensor_is_refused() -> None:
+    with pytest.raises(SchemaError, match=r"^dtype=\{'haed': ...\} fits no tensor; names here are 'embed.weight'"):
+        ModuleSource(tied_model(), dtype={"haed": "bfloat16"})
 
 
 def test_two_modules_alike_have_one_schema() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from dcr import reference
 from dcr.errors import OptionError, SchemaError
-from dcr.schema import DTYPES
+from dcr.schema import DTYPES, misfit
 
 CASTS = {("float32", "bfloat16"): reference.F32_BF16, ("float32", "float16"): reference.F32_F16}
 
@@ -18,12 +18,14 @@ Dtypes = str | torch.dtype | Mapping[str, str | torch.dtype] | None
 Named = str | Mapping[str, str] | None
 
 
-def named_dtypes(dtype: Dtypes, names: Sequence[str]) -> Named:
-    """The same with dtypes by name, checked against the names of the tensors.
+def named_dtypes(dtype: Dtypes, tensors: Sequence[Sequence[str]]) -> Named:
+    """The same with dtypes by name, checked against the tensors.
+
+    tensors: the names of each, the one that it is published under first.
 
     Raises:
-        OptionError: it is something else. SchemaError: no such dtype can be published, or a pattern fits no tensor, so
-            that what it meant would stay as it is; names it.
+        OptionError: it is something else. SchemaError: no such dtype can be published, or a pattern fits no tensor, or
+            only a further name of a tied one, so that what it meant would stay as it is; names it.
     """
     if dtype is None or isinstance(dtype, (str, torch.dtype)):
         return None if dtype is None else _name(dtype)
@@ -33,8 +35,8 @@ def named_dtypes(dtype: Dtypes, names: Sequence[str]) -> Named:
             f"as {{'*.weight': 'bfloat16'}}; found {type(dtype).__name__}"
         )
     for pattern in dtype:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise SchemaError(f"the pattern {pattern!r} fits no tensor; names here are {names[0]!r} and the like")
+        if not any(fnmatchcase(names[0], pattern) for names in tensors):
+            raise SchemaError(misfit(f"dtype={{{pattern!r}: ...}}", pattern, tensors))
     return {pattern: _name(wanted) for pattern, wanted in dtype.items()}
 
 

@@ -33,6 +33,7 @@ from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
 from dcr.sources.state import require_named
 from dcr.sources.tensors import Tied, named, require_module, require_plain, require_unflattened
+from dcr.sources.waivers import require_waivable
 from dcr.views import Bits
 
 SEEDS = (1, 2)
@@ -84,8 +85,9 @@ def source(
     require_module(module)
     require_unflattened(module)
     waive = patterns(waive)
-    require_named(module, waive)
     peers = Peers(group)
+    require_waivable(((name, id(tensor)) for name, tensor, _ in named(module)), waive, module, peers)
+    require_named(module, waive)
     parts = _parts(module, dtype, waive)
     schema = united([part.spec for part in parts], peers)
     number = {spec.name: index for index, spec in enumerate(schema.tensors)}
@@ -129,7 +131,7 @@ class _Part:
 
 def _parts(module: torch.nn.Module, dtype: Dtypes, waive: Sequence[str]) -> list[_Part]:
     owners = _owners(module, waive)
-    asked = named_dtypes(dtype, [owner.names[0] for owner in owners])
+    asked = named_dtypes(dtype, [owner.names for owner in owners])
     known: dict[object, list[Box]] = {}
     parts = []
     for owner in owners:

@@ -6,7 +6,7 @@ of one storage are tied: they have one owner, the name that comes first.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,6 +96,14 @@ def tied(tensors: Iterable[tuple[str, torch.Tensor, bool]]) -> list[Tied]:
         names, _, _ = groups.setdefault(key, ([], tensor.detach(), is_parameter))
         names.append(name)
     return [Tied(tuple(names), tensor, is_parameter) for names, tensor, is_parameter in groups.values()]
+
+
+def tie_of(tensor: torch.Tensor) -> Hashable:
+    """What all names of a tensor have in common, whether or not it can be published: where it lies, or the object."""
+    if torch.nn.parameter.is_lazy(tensor) or _remedy(tensor) or not tensor.numel():
+        return id(tensor)
+    home = Tied(("",), tensor, False).home
+    return home if home[0] else id(tensor)
 
 
 def storages_of(tensors: Sequence[Tied]) -> tuple[list[Bits], list[int]]:

@@ -21,6 +21,7 @@ from dcr.sources.mapped import MappedSource, Piece, shared, stored, united
 from dcr.sources.peers import Peers
 from dcr.sources.state import require_named
 from dcr.sources.tensors import Tied, named, require_plain, require_unflattened
+from dcr.sources.waivers import require_waivable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,10 +61,12 @@ def source(
         require_unflattened(weights)
     peers = Peers(group)
     waive = patterns(waive)
-    if isinstance(weights, torch.nn.Module):
-        require_named(weights, waive)
+    module = weights if isinstance(weights, torch.nn.Module) else None
+    require_waivable(((name, key) for name, key, _, _ in _entries(weights, ())), waive, module, peers)
+    if module is not None:
+        require_named(module, waive)
     held = _held(weights, waive)
-    asked = named_dtypes(dtype, [one.local.name for one in held])
+    asked = named_dtypes(dtype, [one.local.names for one in held])
     wanted = [canonical_dtype(one.local.name, one.local.dtype, one.local.is_parameter, asked) for one in held]
     specs = [
         TensorSpec(one.local.name, want, one.shape, one.local.names[1:]) for one, want in zip(held, wanted, strict=True)
