@@ -1,16 +1,22 @@
 """Cancellation at every await of either end: nothing is left over, weights are whole, and the next version is right.
 
-Every suspension of every task on the loop is counted; at the n-th one, the task that uses an end is cancelled: by
-`task.cancel()`, or by an anyio scope. For every n up to the last.
+Suspensions of all tasks on the loop are counted; at the n-th one, the task that uses an end is cancelled: by
+`task.cancel()`, or by an anyio scope. For every n up to the last. Of those at one place (the calls that led to it, with
+their lines) the first TIMES count: a link that polls comes back to its places for as long as it waits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import shutil
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import anyio
@@ -18,12 +24,23 @@ import anyio.to_thread
 import numpy as np
 import pytest
 import torch
-from refits import FAST, Rollout, Weights, publish, require_equal, running, set_bits, state
+from refits import FAST, Rollout, Weights, publish, require_equal, set_bits, state
 
 import dcr
+from dcr.loaders.module import ModuleLoader
+from dcr.sources.module import ModuleSource
 from dcr.testing import MemoryTransport
+from dcr.transports.local import LocalTransport
 
 ELEMS = 64
+TIMES = 1  # that a place counts
+VOTE_S = 60  # a loaded machine meets it, and a member that left without a word counts for longer
+DISK = LocalTransport(poll_s=0.001, stale_s=10 * VOTE_S, fsync=False)
+KINDS = {
+    CoroutineType: ("cr_frame", "cr_await"),
+    GeneratorType: ("gi_frame", "gi_yieldfrom"),
+    AsyncGeneratorType: ("ag_frame", "ag_await"),
+}
 URL = "memory:///run"
 
 
@@ -34,9 +51,11 @@ class Suspensions:
         self.count = 0
         self._at = -1
         self._act: Callable[[], object] = lambda: None
+        self._places: Counter[object] = Counter()
 
     def arm(self, at: int, act: Callable[[], object]) -> None:
         self.count, self._at, self._act = 0, at, act
+        self._places.clear()
 
     def factory(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(self._counted(coro), loop=loop, **options)
@@ -46,16 +65,34 @@ class Suspensions:
     async def _counted(self, coro: Any) -> Any:
         return await _Stepped(coro, self._step)
 
-    def _step(self) -> None:
-        self.count += 1
-        if self.count == self._at:
-            self._act()
+    def _step(self, coro: Any) -> None:
+        if self.count >= self._at:
+            return
+        place = _place(coro)
+        self._places[place] += 1
+        if self._places[place] <= TIMES:
+            self.count += 1
+            if self.count == self._at:
+                self._act()
+
+
+def _place(waiting: Any) -> object:
+    """Where a coroutine is suspended: the code and the line of each call, from the outermost in."""
+    calls = []
+    while (kind := KINDS.get(type(waiting))) is not None:
+        frame, awaited = kind
+        at = getattr(waiting, frame)
+        calls.append((at.f_code, at.f_lineno))
+        waiting = getattr(waiting, awaited)
+        if type(waiting).__name__.startswith("async_generator_"):  # it does not say of which generator it is a step
+            waiting = next(part for part in gc.get_referents(waiting) if isinstance(part, AsyncGeneratorType))
+    return tuple(calls)
 
 
 class _Stepped:
     """A coroutine that calls back each time it suspends."""
 
-    def __init__(self, coro: Any, step: Callable[[], None]) -> None:
+    def __init__(self, coro: Any, step: Callable[[Any], None]) -> None:
         self._coro = coro
         self._step = step
 
@@ -67,7 +104,7 @@ class _Stepped:
                 waited_for = resume(value)
             except StopIteration as stop:
                 return stop.value
-            self._step()
+            self._step(self._coro)
             try:
                 value, resume = (yield waited_for), self._coro.send
             except BaseException as error:
@@ -116,6 +153,41 @@ async def nothing_left(budget: dcr.ByteBudget) -> Any:
     assert len(threading.enumerate()) <= threads + 8  # idle workers of anyio's pool
 
 
+async def begin(url: str, transport: Any) -> None:
+    """A run whose head is version 1, what `trainer_of` gives."""
+    async with dcr.publisher(url, source=ModuleSource(trainer_of()), transport=transport) as publisher:
+        await publish(publisher, 1)
+
+
+async def on_disk(folder: Path) -> tuple[str, Any]:
+    """Such a run in a directory: a copy of one that was begun before."""
+    begun = folder.parent / "begun"
+    if not begun.exists():
+        await begin(f"local://{begun}", DISK)
+    shutil.copytree(begun, folder)
+    return f"local://{folder}", DISK
+
+
+async def in_memory(folder: Path) -> tuple[str, Any]:
+    """Such a run in memory."""
+    transport = MemoryTransport()
+    await begin(URL, transport)
+    return URL, transport
+
+
+# The kit cancels every call of each transport's links both ways (`dcr.testing.conformance`); here it is the ends' turn.
+WAYS = [pytest.param(native, on_disk, id="native"), pytest.param(scoped, in_memory, id="scoped")]
+
+
+@asynccontextmanager
+async def following(url: str, transport: Any, rollout: Rollout) -> Any:
+    """A rollout that follows the run."""
+    async with anyio.create_task_group() as group:
+        group.start_soon(partial(rollout.run, url, transport=transport, loader=ModuleLoader(rollout.module)))
+        yield
+        group.cancel_scope.cancel()
+
+
 def trainer_of(seed: int = 3) -> Weights:
     module = Weights({"w": torch.zeros(ELEMS, dtype=torch.bfloat16)})
     set_bits(module.w, np.arange(ELEMS), np.random.default_rng(seed).integers(0, 1 << 16, ELEMS, np.uint16))
@@ -141,19 +213,18 @@ async def every_await(one: Callable[[int], Awaitable[bool]]) -> int:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("cancelling", [native, scoped])
+@pytest.mark.parametrize(("cancelling", "start"), WAYS)
 async def test_a_publisher_that_is_cancelled_at_any_await(
-    tmp_path: Path, suspensions: Suspensions, cancelling: Any
+    tmp_path: Path, suspensions: Suspensions, cancelling: Any, start: Any
 ) -> None:
     async def at(n: int) -> bool:
         trainer = trainer_of()
         before = state(trainer)["w"]
-        rollout, budget = Rollout(Weights({"w": torch.zeros(ELEMS, dtype=torch.bfloat16)})), dcr.ByteBudget(1 << 20)
-        options = {"source": dcr.source(trainer), "transport": FAST, "budget": budget, "frame_elems": 32}
-        async with nothing_left(budget), running(tmp_path / str(n), [rollout]) as url:
-            async with dcr.publisher(url, **options) as publisher:
-                await publish(publisher, 1)
-                await rollout.reached(1)
+        rollout, budget = Rollout(trainer_of()), dcr.ByteBudget(1 << 20)
+        url, transport = await start(tmp_path / str(n))
+        options = {"source": ModuleSource(trainer), "transport": transport, "budget": budget, "frame_elems": 32}
+        async with nothing_left(budget), following(url, transport, rollout):
+            await rollout.reached(1)
 
             async def user() -> None:
                 async with dcr.publisher(url, **options) as publisher:
@@ -178,20 +249,21 @@ async def test_a_publisher_that_is_cancelled_at_any_await(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("cancelling", [native, scoped])
+@pytest.mark.parametrize(("cancelling", "start"), WAYS)
 async def test_a_publisher_one_of_whose_waits_is_cancelled_goes_on(
-    tmp_path: Path, suspensions: Suspensions, cancelling: Any
+    tmp_path: Path, suspensions: Suspensions, cancelling: Any, start: Any
 ) -> None:
     """The publisher lives in another task than its user: what was begun ends, and what was not can be begun again."""
 
     async def at(n: int) -> bool:
         trainer = trainer_of()
         before = state(trainer)["w"]
-        rollout, budget = Rollout(Weights({"w": torch.zeros(ELEMS, dtype=torch.bfloat16)})), dcr.ByteBudget(1 << 20)
-        options = {"source": dcr.source(trainer), "transport": FAST, "budget": budget, "frame_elems": 32}
-        async with nothing_left(budget), running(tmp_path / str(n), [rollout]) as url:
+        rollout, budget = Rollout(trainer_of()), dcr.ByteBudget(1 << 20)
+        url, transport = await start(tmp_path / str(n))
+        options = {"source": ModuleSource(trainer), "transport": transport, "budget": budget, "frame_elems": 32}
+        async with nothing_left(budget), following(url, transport, rollout):
             async with dcr.publisher(url, **options) as publisher:
-                await publish(publisher, 1)
+                assert publisher.version == 1
                 await rollout.reached(1)
                 refits: list[dcr.Refit] = []
 
@@ -220,21 +292,24 @@ async def test_a_publisher_one_of_whose_waits_is_cancelled_goes_on(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("cancelling", [native, scoped])
+@pytest.mark.parametrize(("cancelling", "start"), WAYS)
 async def test_a_subscriber_that_is_cancelled_at_any_await(
-    tmp_path: Path, suspensions: Suspensions, cancelling: Any
+    tmp_path: Path, suspensions: Suspensions, cancelling: Any, start: Any
 ) -> None:
     async def at(n: int) -> bool:
         trainer, receiver = trainer_of(), trainer_of()
         versions = [state(trainer)]
-        url, budget = f"local://{tmp_path}/{n}", dcr.ByteBudget(1 << 20)
-        options = {"source": dcr.source(trainer), "transport": FAST, "vote_timeout_s": 100, "frame_elems": 32}
+        budget = dcr.ByteBudget(1 << 20)
+        url, transport = await start(tmp_path / str(n))
+        options = {"source": ModuleSource(trainer), "transport": transport, "vote_timeout_s": VOTE_S, "frame_elems": 32}
         async with nothing_left(budget), dcr.publisher(url, **options) as publisher:
-            await publish(publisher, 1)
+            assert publisher.version == 1
 
             async def user() -> None:
-                loader = dcr.loader("module", receiver)
-                async with dcr.subscriber(url, loader=loader, member="m", transport=FAST, budget=budget) as offered:
+                loader = ModuleLoader(receiver)
+                async with dcr.subscriber(
+                    url, loader=loader, member="m", transport=transport, budget=budget
+                ) as offered:
                     async for version in offered:
                         await version.install()
                         return
@@ -243,15 +318,23 @@ async def test_a_subscriber_that_is_cancelled_at_any_await(
             versions.append(state(trainer))
             ended, cancel = cancelling(user)
             suspensions.arm(n, cancel)
-            refit = await publisher.publish(2)
-            await ended
-            await refit.committed()
+            joining = anyio.CancelScope()
+
+            async def offer() -> None:
+                with joining:
+                    await publisher.joined(1)  # so that the member votes, unless it is cancelled before it has joined
+                await publish(publisher, 2)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(offer)
+                await ended
+                joining.cancel()
             reached = suspensions.count >= n
             suspensions.arm(-1, cancel)
             assert any(np.array_equal(state(receiver)["w"], version["w"]) for version in versions)
             third(trainer, versions[0]["w"])
             rollout = Rollout(receiver)
-            async with running(tmp_path / str(n), [rollout]):
+            async with following(url, transport, rollout):
                 await publish(publisher, 3)
                 await rollout.reached(3)
             require_equal(receiver, state(trainer))

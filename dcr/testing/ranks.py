@@ -20,11 +20,19 @@ class MemoryGroup:
         self.world = world
         self.timeout_s = timeout_s
         self.meetings: list[dict[int, bytes]] = []
-        self._full: list[anyio.Event] = []
+        self._over: list[anyio.Event] = []  # all have come to it, or one never will
+        self._lost: set[int] = set()
 
     def rank(self, number: int, *, before: Callable[[int], object] = bool) -> MemoryRank:
         """The group as one rank sees it. before: called with the number of each meeting that it comes to."""
         return MemoryRank(self, number, before)
+
+    def lose(self, rank: int) -> None:
+        """Take a rank out that has ended: meetings that it has not come to end at once, as after timeout_s."""
+        self._lost.add(rank)
+        for given, over in zip(self.meetings, self._over, strict=True):
+            if rank not in given:
+                over.set()
 
     async def meet(self, number: int, rank: int, data: bytes) -> list[bytes]:
         """Give `data` to a meeting; what all gave.
@@ -34,13 +42,15 @@ class MemoryGroup:
         """
         while len(self.meetings) <= number:
             self.meetings.append({})
-            self._full.append(anyio.Event())
+            self._over.append(anyio.Event())
         given = self.meetings[number]
         given[rank] = data
-        if len(given) == self.world:
-            self._full[number].set()
+        if len(given) == self.world or self._lost - given.keys():
+            self._over[number].set()
         with anyio.fail_after(self.timeout_s):
-            await self._full[number].wait()
+            await self._over[number].wait()
+        if len(given) < self.world:
+            raise TimeoutError(f"ranks {sorted(self._lost - given.keys())} have ended")
         return [given[one] for one in range(self.world)]
 
 
