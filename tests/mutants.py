@@ -297,14 +297,16 @@ CASES = (
         "what was seeded is read",
         (rules.what_was_seeded_is_read,),
         (
-            arm("member", "store", "stall", "Chunk", 2500, spared=2),
-            Publish(),
-            Wait(2000),
-            Corrupt(at=(20,)),
-            Wait(6000),
-        ),
+            *FIRST,
+            at(W),
+            LATER,
+            Start(1),
+            Wait(1500),
+            Corrupt(1, at=(Z,)),
+            LATER,
+        ),  # where the anchor has what memory had
         WRONG,
-        EMPTY,
+        replace(LATE, loaded=True, busy=3000),
     ),
     Case(
         "weights are recognised by their bits",

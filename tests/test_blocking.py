@@ -231,7 +231,7 @@ with publisher, versions:
 
 def test_a_fork_that_uses_or_leaves_its_parents_ends_is_told_and_does_nothing_to_them(tmp_path: Path) -> None:
     process = subprocess.run(
-        [sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=90, check=False
+        [sys.executable, "-P", "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=90, check=False
     )
     assert process.stdout.splitlines() == ["the child's status 7", "{'m': 'installed'} ['m']", "2"], process.stderr
     assert process.returncode == 0

@@ -220,6 +220,6 @@ asyncio.run(main())
 
 def test_a_fork_that_uses_its_parents_ends_is_told_and_does_nothing_to_them(tmp_path: Path) -> None:
     process = subprocess.run(
-        [sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-P", "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
     )
     assert process.stdout.splitlines() == ["True", "installed ['m']"], process.stderr

@@ -211,7 +211,7 @@ def test_a_source_is_made_whatever_torchs_default_device() -> None:
 def test_sources_of_one_process_import_nothing_of_torchs_distributed_tensors() -> None:
     """That takes seconds, and a loader of a module in every engine shares these rooms."""
     code = "import sys, dcr.sources.module; raise SystemExit('torch.distributed.tensor' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
 def misaligned() -> torch.Tensor:
