@@ -125,7 +125,8 @@ class ToyRank:
             at = held.here[here[mine]].astype(np.uint32)
             old = held.memory[at].copy()
             new = reference.resolve(change.values[mine], old, change.operation)
-            writes.append(Write(number, at, new, old))
+            differ = old != new if change.positions is None else slice(None)  # of what is whole, what has to be written
+            writes.append(Write(number, at[differ], new[differ], old[differ]))
             parts.append(number)
             old_sums.append(self._sum(held.region.tensor, there[positions][mine], old))
             new_sums.append(self._sum(held.region.tensor, there[positions][mine], new))
@@ -216,10 +217,10 @@ def fill(module: Weights, weights: dict[str, np.ndarray]) -> None:
         set_bits(tensor, np.arange(tensor.numel()), weights[name])
 
 
-def touched(weights: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+def touched(weights: dict[str, np.ndarray], seed: int, *, every: int = 5) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     new = {name: array.copy() for name, array in weights.items()}
     for array in new.values():
-        at = rng.integers(0, len(array), max(1, len(array) // 5))
+        at = rng.integers(0, len(array), max(1, len(array) // every))
         array[at] ^= rng.integers(1, 1 << 16, len(at)).astype(array.dtype)
     return new

@@ -262,6 +262,28 @@ async def test_several_ranks_that_are_behind_catch_up_in_one_version(tmp_path: P
     assert parts(ranks) == parts(toys(2, weights))
 
 
+@pytest.mark.parametrize("deltas", [0, 3])
+async def test_several_ranks_fetch_a_seed_before_it_is_offered(tmp_path: Path, join: Join, deltas: int) -> None:
+    """Ranks are compared with the anchor beforehand: what they then write needs the chunks no more."""
+    weights = values(1)
+    trainer, ranks, root = trainer_of(weights), toys(2, touched(weights, 99, every=50)), tmp_path / "run"
+    options = {"source": dcr.source(trainer), "transport": FAST, "frame_elems": 33, "anchor_every": None}
+    async with dcr.publisher(f"local://{root}", **options) as publisher:
+        for number in range(1, 2 + deltas):
+            await publish(publisher, number)
+            weights, was = touched(weights, number, every=50), weights
+            fill(trainer, weights)
+    before = raw(ranks)
+    async with dcr.subscriber(f"local://{root}", loader=join(ranks), member="m", transport=FAST) as versions:
+        seed = await anext(versions)
+        assert (seed.kind, seed.number, raw(ranks)) == ("seed", 1 + deltas, before)
+        for chunk in root.glob("attempts/*/*.chunk"):
+            chunk.unlink()
+        await seed.install()
+        assert parts(ranks) == parts(toys(2, was))
+        assert versions.may_serve
+
+
 async def test_a_member_is_poisoned_when_one_rank_can_not_undo(tmp_path: Path, join: Join) -> None:
     weights = values(1)
     trainer, ranks = trainer_of(weights), toys(2, weights)

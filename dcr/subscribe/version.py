@@ -15,10 +15,12 @@ from dcr.wire import Identity
 class Version:
     """A committed version, ready to be installed: `install` is the only moment at which weights change.
 
-    kind: "delta" (prepared, with an undo) or "seed" (this member held no version that leads here: everything is
-    written from stored versions, without an undo). changed: elements that will be written; None for a seed. identity,
-    number: of the version that is written; where a seed's files have been removed before its installation, since there
-    is something newer, that is written, and they are of that from then on.
+    kind: "delta" (prepared, with an undo) or "seed" (this member held no version that leads here: a whole version is
+    written where live memory differs from it, without an undo). Both are fetched and verified before they are offered;
+    a seed that differs in more than fits beside the model is read from the run while it is written. changed: elements
+    that will be written; None for a seed. identity, number: of the version that is written; where the files of a seed
+    that is read while it is written have been removed, since there is something newer, that is written, and they are of
+    that from then on.
     """
 
     def __init__(self, identity: Identity, kind: Literal["delta", "seed"], changed: int | None) -> None:
