@@ -15,6 +15,7 @@ from publishing import Plain, folder
 from refits import FAST
 
 import dcr.blocking
+from dcr.errors import CopiesDiffer
 from dcr.sources import probe
 from dcr.sources.bits import bits_of
 
@@ -82,6 +83,24 @@ STEPS: list[list[list[str]]] = [
     [["up"], ["up", "lora_B"]],
     [["norm", "A_log"], ["norm"]],
 ]
+
+
+def parted() -> list[str]:
+    """What each version says of which rank 1 alone changes a tensor that both ranks hold; the last one is mended."""
+    live, told = weights(), list[str]()
+    source, where, group = probe.source(live, export=Exporter(), groups=GROUPS), folder(), dist.new_group()
+    with dcr.blocking.publisher(f"local://{where}", source=source, group=group, transport=FAST) as publisher:
+        for version, name in enumerate(["", "norm", "A_log", ""], start=1):
+            kept = {name: tensor.clone() for name, tensor in live.items()}
+            step(live, [name] if name and dist.get_rank() == 1 else [])
+            try:
+                publisher.publish(version).committed()
+                told.append("")
+            except CopiesDiffer as error:
+                told.append(str(error))
+            for name, tensor in kept.items():
+                live[name].copy_(tensor)
+    return told
 
 
 def published() -> dict[str, Any]:

@@ -87,8 +87,7 @@ def assembled(source: Source) -> dict[str, NDArray[np.unsignedinteger]]:
 
 def _converted(group: Any) -> list[tuple[int, NDArray[np.unsignedinteger]]]:
     bits = group.convert()
-    assert (bits is not None) == group.owned
-    return list(zip(group.tensors, bits, strict=True)) if bits is not None else []
+    return list(zip(group.tensors, bits, strict=True)) if group.owned else []
 
 
 def _canonical(box: Any) -> NDArray[np.int64]:

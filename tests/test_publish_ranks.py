@@ -15,6 +15,7 @@ from rows import Model, Rows, Trainer, trainer
 import dcr
 from dcr.boxes import Box
 from dcr.errors import (
+    CopiesDiffer,
     DcrError,
     DigestMismatch,
     LayoutError,
@@ -593,6 +594,69 @@ async def test_a_restart_converts_once_and_not_again() -> None:
         report, _ = await ranks.publish(2)
         assert (report.changed, report.residual_bytes, report.is_anchor) == (0, 0, False)
         assert ranks.sources[1].residual[0].conversions == 1
+
+
+class Copied(Doubled):
+    """Every rank holds the input, and makes the tensor; `bit` makes this rank's copy another."""
+
+    bit = np.uint16(0)
+
+    def fingerprint(self) -> bytes:
+        return (self.input ^ self.bit).tobytes()
+
+    def convert(self) -> list[np.ndarray | None] | None:
+        self.conversions += 1
+        return [(self.input ^ self.bit) * np.uint16(2)]
+
+
+class WithCopies(WithResidual):
+    def __init__(self, model: Model, rank: int, world: int) -> None:
+        super().__init__(model, rank, world)
+        self.residual = [Copied(model, 2, rank == world - 1)]
+
+
+async def test_ranks_whose_exports_make_different_bits_of_one_tensor_publish_nothing() -> None:
+    model = _even(Model())
+    async with running(model, 3, source=WithCopies) as (ranks, rollout):
+        await ranks.publish(1)
+        ranks.sources[1].residual[0].bit = np.uint16(4)
+        for version in (2, 3):  # told again for as long as it is so
+            with pytest.raises(CopiesDiffer, match=r"c on ranks 0, 2 against rank 1; nothing was published"):
+                await ranks.publish(version)
+        ranks.sources[1].residual[0].bit = np.uint16(0)
+        model.bits["c"][1] ^= 2
+        assert (await ranks.publish(4))[0].changed == 1
+        await rollout.reached(4)
+        require_equal(rollout.module, model.expected())
+        assert sorted(rollout.kinds) == [1, 4]
+
+
+async def test_exports_that_part_while_no_publisher_runs_are_found_by_the_next_one() -> None:
+    model, transport = _even(Model()), MemoryTransport()
+    async with trainer(URL, model, 2, transport=transport, source=WithCopies) as ranks:
+        await ranks.publish(1)
+
+    def resumed(model: Model, rank: int, world: int) -> WithCopies:
+        made = WithCopies(model, rank, world)
+        made.take()
+        made.residual[0].bit = np.uint16(4 * (rank == 0))
+        return made
+
+    async with trainer(URL, model, 2, transport=transport, source=resumed) as ranks:
+        with pytest.raises(CopiesDiffer, match="c on rank 0 against rank 1"):
+            await ranks.publish(2)
+        ranks.sources[0].residual[0].bit = np.uint16(0)
+        report, _ = await ranks.publish(3)
+        assert (report.changed, report.is_anchor) == (0, False)
+
+
+async def test_an_export_that_makes_a_part_of_its_group_elsewhere_than_on_its_owner_is_no_error() -> None:
+    model = _even(Model())
+    async with running(model, 2, source=WithCopies) as (ranks, rollout):
+        ranks.sources[0].residual[0].convert = lambda: [None]
+        await ranks.publish(1)
+        await rollout.reached(1)
+        require_equal(rollout.module, model.expected())
 
 
 async def test_an_export_that_gives_something_else_is_refused() -> None:

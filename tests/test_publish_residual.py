@@ -47,3 +47,13 @@ def test_a_version_converts_the_groups_whose_inputs_changed_on_any_rank(world: l
 def test_an_engine_holds_what_the_exporter_makes_bit_for_bit(world: list[dict[str, Any]]) -> None:
     assert [one["differ"] for one in world[0]["versions"]] == [[]] * len(exporting.STEPS)
     assert all(one["changed"] for one in world[0]["versions"])
+
+
+def test_a_copy_that_parted_on_one_rank_is_found_in_what_is_made_of_it() -> None:
+    for told in run(2, exporting.parted):
+        assert [said.partition(";")[0].rpartition(": ")[2] for said in told] == [
+            "",
+            "norm.weight on rank 0 against rank 1",
+            "",  # rank 1's own rows: both have gathered the same
+            "",
+        ]

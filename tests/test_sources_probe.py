@@ -338,6 +338,19 @@ def test_an_export_reads_its_inputs_where_they_lie_now() -> None:
     assert assembled(source)["bias"].tolist() == bits_of(torch.full((4,), 2.0)).tolist()
 
 
+def test_an_export_that_computes_reads_each_name_of_a_tensor_that_was_untied() -> None:
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    module[1].weight = module[0].weight
+    source = probe.source(module, export=lambda t: ((name, tensor + 1) for name, tensor in t.items()))
+    (group,) = source.residual
+    before = group.fingerprint()
+    module[1].weight = nn.Parameter(torch.full((4, 4), 2.0))
+    assert group.fingerprint() != before
+    found = assembled(source)
+    for name, parameter in module.named_parameters():
+        assert found[name].tolist() == bits_of(parameter.detach() + 1).tolist()
+
+
 def test_numbers_past_one_digit_are_exact() -> None:
     """More elements than bfloat16 counts, backwards, so that no two neighbours could be mixed up."""
     tensors = {"w": tensor_of(random_bits(1 << 17, "bfloat16", (3,)), "bfloat16", (1 << 17,))}

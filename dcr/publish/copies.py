@@ -19,7 +19,7 @@ from dcr.frames import Shard, SourceFrame
 from dcr.frozen import SLICES, slice_of
 from dcr.schema import Schema, keys
 from dcr.seams import Source, Twins
-from dcr.stages.construct import Tables
+from dcr.stages.construct import Made, Tables
 from dcr.views import Bits, Lanes
 
 SHOWN = 5
@@ -124,21 +124,44 @@ def differing(roots: Sequence[Sequence[Root]]) -> list[bytes]:
 
 def error_of(details: Sequence[Sequence[Detail]], schema: Schema) -> CopiesDiffer:
     """What to raise, on every rank alike, given every rank's details of what differs."""
-    holders: dict[tuple[bytes, int], dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
+    holders: _Holders = defaultdict(lambda: defaultdict(list))
     for rank, some in enumerate(details):
         for one in some:
             rows = digest.unpack(one.lanes)
             for tensor, row in zip(one.tensors, rows, strict=True):
                 holders[one.key, tensor][digest.pack(row[None])].append(rank)
-    bad = {tensor: by_bits for (_, tensor), by_bits in sorted(holders.items()) if len(by_bits) > 1}
-    shown = "; ".join(
-        f"{schema.tensors[tensor].name} on {_sides(by_bits)}" for tensor, by_bits in sorted(bad.items())[:SHOWN]
-    )
-    more = f"; and {len(bad) - SHOWN} more tensors" if len(bad) > SHOWN else ""
     return CopiesDiffer(
-        f"ranks hold different bits of what they hold alike: {shown}{more}; nothing was published: make the copies "
-        "equal (torch.distributed.broadcast from one of the ranks), and see why they parted"
+        f"ranks hold different bits of what they hold alike: {_shown(_parted(holders), schema)}; nothing was "
+        "published: make the copies equal (torch.distributed.broadcast from one of the ranks), and see why they parted"
     )
+
+
+def error_of_made(made: Sequence[Sequence[Made]], schema: Schema) -> CopiesDiffer | None:
+    """What to raise, on every rank alike, if ranks have converted one tensor to different bits; made: every rank's."""
+    holders: _Holders = defaultdict(lambda: defaultdict(list))
+    for rank, tensors in enumerate(made):
+        for each in tensors:
+            holders[b"", each.tensor][each.lanes].append(rank)
+    if not (parted := _parted(holders)):
+        return None
+    return CopiesDiffer(
+        f"ranks export different bits of what they export alike: {_shown(parted, schema)}; nothing was published: make "
+        "equal what the export reads on these ranks, and see why it parted"
+    )
+
+
+# Per key and tensor, which ranks hold which bits.
+_Holders = defaultdict[tuple[bytes, int], defaultdict[bytes, list[int]]]
+
+
+def _parted(holders: _Holders) -> dict[int, Mapping[bytes, Sequence[int]]]:
+    return {tensor: by_bits for (_, tensor), by_bits in sorted(holders.items()) if len(by_bits) > 1}
+
+
+def _shown(parted: Mapping[int, Mapping[bytes, Sequence[int]]], schema: Schema) -> str:
+    shown = [f"{schema.tensors[tensor].name} on {_sides(by_bits)}" for tensor, by_bits in sorted(parted.items())]
+    more = [f"and {len(parted) - SHOWN} more tensors"] if len(parted) > SHOWN else []
+    return "; ".join(shown[:SHOWN] + more)
 
 
 def _sides(by_bits: Mapping[bytes, Sequence[int]]) -> str:

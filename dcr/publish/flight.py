@@ -29,7 +29,7 @@ from dcr.choice import Chooser
 from dcr.errors import Fenced, NotCommittedError, RanksLost, StateError, VoteError
 from dcr.observe import Event, Observer, Summary
 from dcr.patch import Operation
-from dcr.publish.copies import Detail, Root, differing, error_of
+from dcr.publish.copies import Detail, Root, differing, error_of, error_of_made
 from dcr.publish.leader import COMMIT_TIMEOUT_S, Call, Leader, Opened, Outcome
 from dcr.publish.meeting import Ranks
 from dcr.publish.part import Part, Shipped
@@ -194,6 +194,8 @@ class Flights:
             return shipped
 
         shipped = await self._ranks.share(f"ship {refit.version}", work, Shipped)
+        if (error := error_of_made([one.made for one in shipped], self._part.schema)) is not None:
+            raise error
         return shipped, captured_s, summaries[0]
 
     async def _seal(self, identity: Identity, base: Identity | None, refs: Sequence[ChunkRef]) -> None:

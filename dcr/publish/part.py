@@ -26,7 +26,7 @@ from dcr.publish.refit import ResidualTensors
 from dcr.schema import Schema
 from dcr.seams import Residual, Source, Stage, Writer
 from dcr.stages.compress import Compress
-from dcr.stages.construct import Construct, Conversion, Tables, Whole, convert, source_table
+from dcr.stages.construct import Construct, Conversion, Made, Tables, Whole, convert, source_table
 from dcr.stages.transfer import Transfer
 from dcr.views import Bits, Lanes
 from dcr.wire import ChunkRef, Identity, Message
@@ -54,13 +54,18 @@ def require_one_schema(plans: Sequence[Plan]) -> None:
 
 
 class Shipped(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has sent of an attempt. changed: elements; residual_bytes: of tensors that were converted for it."""
+    """What a rank has sent of an attempt.
+
+    changed: elements. residual_bytes: of tensors that were converted for it. made: what its conversions gave, where
+    other ranks convert the same.
+    """
 
     chunks: tuple[ChunkRef, ...]
     changed: int
     wire_bytes: int
     residual_bytes: int
     chosen: tuple[Chosen, ...] = ()
+    made: tuple[Made, ...] = ()
 
 
 class Part:
@@ -124,7 +129,7 @@ class Part:
             if spec.regions[0].tensor in getattr(self._source, "frozen", ())
         )
         for group, own in self._groups:
-            self._conversions.append(Conversion(group, own, first))
+            self._conversions.append(Conversion(group, own, first, is_shared=len(plans) > 1))
             first += len(own)
 
     # ------------------------------------------------------------------ what the weights are
@@ -171,26 +176,31 @@ class Part:
     def _look(self) -> list[bytes]:
         return [group.fingerprint() for group, _ in self._groups]
 
-    async def scan(self) -> Lanes:
-        """The digest of the weights as they are; `adopt` makes them the baseline."""
-        self._scanned, lanes = await anyio.to_thread.run_sync(self._scan)
-        return lanes
+    async def scan(self) -> tuple[Lanes, tuple[Made, ...]]:
+        """The digest of the weights as they are, and what conversions gave; `adopt` makes them the baseline."""
+        self._scanned, lanes, made = await anyio.to_thread.run_sync(self._scan)
+        return lanes, made
 
-    def adopt(self, identity: Identity | None, lanes: Lanes) -> None:
-        """The weights that were scanned are those of a committed version; None: they are not."""
+    def adopt(self, identity: Identity | None, lanes: Lanes, *, alike: bool) -> None:
+        """The weights that were scanned are those of a committed version; None: they are not.
+
+        alike: whether all ranks' conversions gave the same; if not, they are made again for the next version, which
+        says so.
+        """
         scanned, self._scanned = self._scanned, {}
         if identity is not None:
             self.baseline.adopt(scanned, identity, lanes)
-            self._fingerprints = self._found
+            self._fingerprints = self._found if alike else []
 
-    def _scan(self) -> tuple[dict[int, Bits], Lanes]:
+    def _scan(self) -> tuple[dict[int, Bits], Lanes, tuple[Made, ...]]:
         self._found = self._look()
         storages, lanes = self._source.storages(), digest.zero(len(self.schema.tensors))
-        bits = self._read(self._own[: len(self._direct)], self._direct, storages, lanes)
+        bits, made = self._read(self._own[: len(self._direct)], self._direct, storages, lanes), list[Made]()
         for one in self._conversions:
-            arrays = convert(one.group, self.schema)
+            arrays, digests = convert(one, self.schema)
+            made += digests
             bits |= self._read(range(one.first, one.first + len(one.plan)), one.plan, arrays, lanes)
-        return bits, lanes
+        return bits, lanes, tuple(made)
 
     def _read(
         self, numbers: range, plan: Sequence[SourceFrame], storages: Sequence[Bits], lanes: Lanes
@@ -242,8 +252,8 @@ class Part:
         if missing := {patch.frame.index for patch in patches} - {ref.frame for ref in refs}:
             raise StateError(f"a stage dropped the chunks of frames {sorted(missing)[:8]}; a version needs them all")
         residual_bytes = sum(self._nbytes(one.group) for one in conversions if one.group.owned)
-        changed = sum(patch.changed for patch in patches)
-        return Shipped(tuple(refs), changed, wire_bytes, residual_bytes, self._chosen(compress, len(refs))), summary
+        changed, chosen = sum(patch.changed for patch in patches), self._chosen(compress, len(refs))
+        return Shipped(tuple(refs), changed, wire_bytes, residual_bytes, chosen, tuple(construct.made)), summary
 
     def _chosen(self, compress: Compress, sent: int) -> tuple[Chosen, ...]:
         """What was made of this rank's frames."""

@@ -27,6 +27,7 @@ from dcr.frames import FRAME_ELEMS
 from dcr.observe import Event, Observer, ignore
 from dcr.patch import Operation
 from dcr.publish import dismissal
+from dcr.publish.copies import error_of_made
 from dcr.publish.flight import Flights
 from dcr.publish.leader import Leader, Standing
 from dcr.publish.meeting import Alone, Ranks
@@ -48,6 +49,7 @@ from dcr.seams.required import (
     optional,
     require,
 )
+from dcr.stages.construct import Made
 from dcr.views import Lanes
 from dcr.wire import Head
 
@@ -353,13 +355,16 @@ class Publisher:
             await self._resume(head)
 
     async def _resume(self, head: Head) -> None:
-        async def scan() -> None:
-            scanned.append(await self._part.scan())
+        async def scan() -> tuple[Made, ...]:
+            lanes, made = await self._part.scan()
+            scanned.append(lanes)
+            return made
 
         scanned: list[Lanes] = []
-        await self._ranks.share("scan", scan, type(None))
+        made = await self._ranks.share("scan", scan, tuple[Made, ...])
         lanes = await self._ranks.add("scanned", scanned[0])
-        self._part.adopt(head.identity if digest.root(lanes) == head.root else None, scanned[0])
+        identity = head.identity if digest.root(lanes) == head.root else None
+        self._part.adopt(identity, scanned[0], alike=error_of_made(made, self._part.schema) is None)
 
     async def _settled(self) -> None:
         """The version before has ended, and somebody knows how."""

@@ -34,10 +34,12 @@ class Residual(Protocol):
         """A digest of the bits, on this rank, that the export reads; if it stays on all ranks, so does the result."""
         ...
 
-    def convert(self) -> Sequence[Bits] | None:
-        """Run the export of this group: canonical bits, flat and unsigned, one array per tensor; None where not owned.
+    def convert(self) -> Sequence[Bits | None] | None:
+        """Run the export of this group: canonical bits, flat and unsigned, one array per tensor.
 
-        It may be collective: once any rank's fingerprint changed, every rank calls it, group by group in one order.
+        None for what this rank does not make; who owns the group makes all of it. What several ranks make is compared,
+        and the owner's is published. It may be collective: once any rank's fingerprint changed, every rank calls it,
+        group by group in one order.
         """
         ...
 

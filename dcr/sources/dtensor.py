@@ -233,10 +233,10 @@ def _gathered(
     def inputs() -> Sequence[Bits]:
         return [] if kind is None else [bits_of(part_of(now()))]
 
-    def export() -> Sequence[Bits] | None:
+    def export() -> Sequence[Bits | None] | None:
         if kind is None:
             return None
         bits = bits_of(cast(DTensor, now()).full_tensor())
-        return [reference.cast(bits, kind) if kind else bits] if peers.rank == owner else None
+        return [reference.cast(bits, kind) if kind else bits]
 
     return Group((number,), reasons[name], peers.rank == owner, inputs, export)

@@ -274,6 +274,11 @@ def _residual(
     ]
 
 
+def _lying(tensor: torch.Tensor) -> tuple[object, torch.Tensor]:
+    """Where a tensor lies, and the tensor."""
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), tensor
+
+
 def _group(
     tensors: Sequence[int],
     schema: Schema,
@@ -286,11 +291,12 @@ def _group(
 
     def inputs() -> Sequence[Bits]:
         present = now()
-        return [bits_of(present[one.name]) for one in part.tensors]
+        lying = [_lying(present[name]) for one in part.tensors for name in one.names]
+        return [bits_of(tensor) for tensor in dict(lying).values()]  # names that are tied are read once
 
-    def export() -> Sequence[Bits] | None:
+    def export() -> Sequence[Bits | None] | None:
         with torch.no_grad():
             exported = {name: bits_of(tensor) for name, tensor in part.run(part.live(now())) if name in names}
-        return [exported[name] for name in names] if owned else None
+        return [exported.get(name) for name in names]
 
     return Group(tuple(tensors), "; ".join(sorted({failed[name] for name in names})), owned, inputs, export)

@@ -19,20 +19,21 @@ SLICE_ELEMS = 1 << 30
 class Group:
     """One `dcr.seams.Residual`: what it reads, and how it is made.
 
-    inputs: the live memory that the export reads, as flat unsigned arrays. export: makes the canonical bits.
+    inputs: the live memory that the export reads, as flat unsigned arrays. export: makes the canonical bits, of what
+    this rank makes.
     """
 
     tensors: tuple[int, ...]
     reason: str
     owned: bool
     inputs: Callable[[], Sequence[Bits]]
-    export: Callable[[], Sequence[Bits] | None]
+    export: Callable[[], Sequence[Bits | None] | None]
 
     def fingerprint(self) -> bytes:
         """See `dcr.seams.Residual.fingerprint`; one pass over the inputs."""
         return fingerprint(self.inputs())
 
-    def convert(self) -> Sequence[Bits] | None:
+    def convert(self) -> Sequence[Bits | None] | None:
         """See `dcr.seams.Residual.convert`."""
         return self.export()
 

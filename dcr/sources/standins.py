@@ -99,8 +99,8 @@ class StandIns:
         return replace(self, tensors=emptied)
 
     def live(self, now: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The weights themselves, given this rank's tensors as they are now, by name."""
-        return self._named([now[one.name].detach() for one in self.tensors])
+        """The weights themselves, given this rank's tensors as they are now, by name: also names that were tied."""
+        return {name: self.dress(name, now[name].detach()) for one in self.tensors for name in one.names}
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Export; each canonical tensor once, plain and whole. To be called under `torch.no_grad`.

@@ -13,28 +13,41 @@ from operator import is_
 
 import anyio
 import anyio.to_thread
+import msgspec
 import numpy as np
 
-from dcr import kernels
+from dcr import digest, kernels
 from dcr.baseline import Baseline
+from dcr.boxes import Box, Dim
 from dcr.choice import outgrows
 from dcr.errors import DigestMismatch, FrozenChanged, SchemaError, StateError
-from dcr.frames import Frame, SourceFrame
+from dcr.frames import FRAME_ELEMS, Frame, SourceFrame
 from dcr.patch import Patch
 from dcr.pipeline import DROP, Drop, Inbox, Outbox, serve
 from dcr.placement import canonical_table
-from dcr.schema import Schema
+from dcr.schema import Schema, keys
 from dcr.seams import Residual
-from dcr.views import STORAGE, Bits, Table
+from dcr.views import STORAGE, Bits, Table, rows_of
+
+
+class Made(msgspec.Struct, frozen=True, array_like=True):
+    """The digest of what a rank's export has made of a residual tensor; others may have made it, too."""
+
+    tensor: int
+    lanes: bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """A residual group to convert: its frames, numbered from `first` on, over the arrays that it converts to."""
+    """A residual group to convert: its frames, numbered from `first` on, over the arrays that it converts to.
+
+    is_shared: whether other ranks convert it too, so that results have to be compared.
+    """
 
     group: Residual
     plan: Sequence[SourceFrame]
     first: int
+    is_shared: bool = False
 
 
 class Tables:
@@ -100,6 +113,7 @@ class Construct:
         self._captured = captured
         self._is_dense = is_dense
         self._frozen = frozen
+        self.made: list[Made] = []  # by the conversions, where other ranks may have made the same
 
     async def run(self, inbox: Inbox[int], outbox: Outbox[Patch]) -> None:
         """See `dcr.seams.Stage`."""
@@ -118,7 +132,8 @@ class Construct:
         self._captured()
 
     async def _convert(self, conversion: Conversion, outbox: Outbox[Patch]) -> None:
-        storages = await anyio.to_thread.run_sync(convert, conversion.group, self._baseline.layout.schema)
+        storages, made = await anyio.to_thread.run_sync(convert, conversion, self._baseline.layout.schema)
+        self.made += made
         for index, source in enumerate(conversion.plan, conversion.first):
             table = source_table(source, storages)
             patch = await anyio.to_thread.run_sync(self._compare, index, table, source.kind)
@@ -170,21 +185,44 @@ class Whole:
         return _whole(frame, bits)
 
 
-def convert(group: Residual, schema: Schema) -> Sequence[Bits]:
-    """What a residual group converts to; nothing where another rank owns it. Blocking.
+def convert(conversion: Conversion, schema: Schema) -> tuple[Sequence[Bits], Sequence[Made]]:
+    """What a residual group converts to, nothing where another rank owns it; and the digests to compare. Blocking.
 
     Raises:
         SchemaError: it is not what the schema says.
     """
+    group = conversion.group
     arrays = group.convert()
-    if not group.owned:
-        return ()
+    made = _require_fit(group, arrays, schema)
+    compared = made.items() if conversion.is_shared else ()
+    digests = [Made(tensor, _lanes(bits, tensor, schema)) for tensor, bits in compared]
+    return list(made.values()) if group.owned else (), digests
+
+
+def _require_fit(group: Residual, arrays: Sequence[Bits | None] | None, schema: Schema) -> dict[int, Bits]:
+    """What this rank has made of a group's tensors: who owns the group all of them, others what they have."""
+    given = [None] * len(group.tensors) if arrays is None else arrays
+    made = {tensor: bits for tensor, bits in zip(group.tensors, given, strict=False) if bits is not None}
     specs = [schema.tensors[tensor] for tensor in group.tensors]
-    found = None if arrays is None else [(len(bits), bits.itemsize) for bits in arrays]
-    if arrays is None or found != [(spec.numel, spec.width) for spec in specs]:
+    unfit = [tensor for tensor, bits in made.items() if (len(bits), bits.itemsize) != _extent(schema, tensor)]
+    if unfit or len(given) != len(specs) or (group.owned and len(made) < len(specs)):
         names = ", ".join(f"{spec.name} ({spec.numel} elements of {spec.width} bytes)" for spec in specs[:3])
+        found = None if arrays is None else [None if bits is None else (len(bits), bits.itemsize) for bits in arrays]
         raise SchemaError(f"the export of {names} and what belongs to it gave {found}")
-    return arrays
+    return made
+
+
+def _extent(schema: Schema, tensor: int) -> tuple[int, int]:
+    return schema.tensors[tensor].numel, schema.tensors[tensor].width
+
+
+def _lanes(bits: Bits, tensor: int, schema: Schema) -> bytes:
+    """The digest of a whole tensor."""
+    lanes, key = digest.zero(1), keys([schema.tensors[tensor]])
+    for start in range(0, len(bits), FRAME_ELEMS):
+        part = bits[start : start + FRAME_ELEMS]
+        lanes += kernels.digest(Table((part,), rows_of([(0, 0, Box(0, start, (Dim(len(part), 1, 1),)))])), key)
+    return digest.pack(lanes)
 
 
 def source_table(source: SourceFrame, storages: Sequence[Bits]) -> Table:
