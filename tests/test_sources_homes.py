@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
+from typing import Any
 
 import pytest
 import torch
@@ -154,6 +155,28 @@ def test_a_tensor_that_is_looked_at_besides_is_noticed_as_well() -> None:
     homes = Homes(model, [(model._buffers, "cache")])
     assert homes.are_left()
     replace_passing_buffer(model)
+    assert not homes.are_left()
+
+
+class Counted(torch.nn.Parameter):
+    """A parameter whose class has code of its own for all that is asked of it, as vLLM's have."""
+
+    asked = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_the_code_of_a_tensors_class_is_not_run_to_look_where_it_lies() -> None:
+    model = Model()
+    model.layer.weight = Counted(model.layer.weight.data)
+    homes = Homes(model)
+    Counted.asked = 0
+    assert homes.are_left()
+    assert Counted.asked == 0
+    model.layer.weight.data = torch.zeros(4, 4)
     assert not homes.are_left()
 
 

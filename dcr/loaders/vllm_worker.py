@@ -77,12 +77,15 @@ class VllmEngine:
         """See `dcr.loaders.engine.Engine.fingerprint`."""
         parallel = self._config.parallel_config
         group = get_world_group()
-        kinds = [type(getattr(module, "quant_method", None)).__name__ for module in self.module.modules()]
-        maps = [
-            buffer.tolist()
-            for name, buffer in self.module.named_buffers()
-            if "expert" in name and not buffer.is_floating_point()
-        ]
+        kinds: list[str] = []
+        maps: list[Any] = []
+        for path, module in _modules_of(self.module):
+            kinds.append(type(vars(module).get("quant_method", module._modules.get("quant_method"))).__name__)
+            maps += [
+                buffer.tolist()
+                for key, buffer in module._buffers.items()
+                if buffer is not None and not buffer.is_floating_point() and "expert" in f"{path}.{key}"
+            ]
         facts = (
             vllm.__version__,
             torch.__version__,
@@ -99,6 +102,21 @@ class VllmEngine:
         """What vLLM's loaders expect around them."""
         with set_current_vllm_config(self._config), torch.no_grad():
             yield
+
+
+def _modules_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Every module once, with its path.
+
+    As `named_modules`, without a generator for each level: a pause looks at all of them.
+    """
+    seen, waiting = {root}, [("", root)]
+    while waiting:
+        path, module = waiting.pop()
+        yield path, module
+        for key, child in module._modules.items():
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append((f"{path}.{key}", child))
 
 
 class VllmRank:
