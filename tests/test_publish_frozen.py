@@ -92,6 +92,38 @@ async def test_a_drift_anywhere_is_an_error_that_names_the_tensor_until_it_is_pu
         assert (await publish(publisher, frames + 2)).changed == 8
 
 
+@pytest.mark.parametrize("element", [0, 17, 39])
+async def test_a_version_without_a_base_compares_all_that_is_frozen_with_what_was_published(element: int) -> None:
+    model = Adapted()
+    async with publishing(model) as publisher:
+        step(model)
+        await publish(publisher, 1)
+        publisher._part.baseline.clear()  # as when its memory was found to have rotted
+        model.base.data[element] += 1
+        for version in (2, 3):
+            with pytest.raises(FrozenChanged, match="base must not change"):
+                await publish(publisher, version)
+        model.base.data[element] -= 1
+        step(model)
+        report = await publish(publisher, 4)
+        assert (report.is_anchor, report.changed) == (True, 48)
+
+
+async def test_what_is_frozen_is_what_the_run_holds_when_a_publisher_goes_on_from_it() -> None:
+    model, transport = Adapted(), MemoryTransport()
+    for version in (0, 1):
+        source = dcr.source(model, frozen=["base"])
+        async with dcr.publisher(URL, source=source, transport=transport, frame_elems=FRAME) as publisher:
+            if version:
+                assert publisher.version == 0
+                publisher._part.baseline.clear()
+                model.base.data[3] += 1
+                with pytest.raises(FrozenChanged, match="base must not change"):
+                    await publish(publisher, version)
+                break
+            await publish(publisher, version)
+
+
 async def test_an_anchor_holds_what_is_frozen_and_engines_follow(tmp_path: object) -> None:
     model, rollout = Adapted(), Rollout(Adapted())
     async with running(tmp_path, [rollout]) as url:  # type: ignore[arg-type]

@@ -98,6 +98,8 @@ class Part:
         self._turn = 0  # versions committed: which frames are audited, and which slice of the frozen ones is looked at
         self._fingerprints: list[bytes] = []  # of what the conversions of the committed version have read
         self._found: list[bytes] = []  # of what they read now
+        self._published: dict[int, Lanes] = {}  # digests of what is frozen, to hold where the baseline is forgotten
+        self._scanned: tuple[dict[int, Bits], dict[int, Lanes]] = {}, {}  # bits, and these digests
 
     @property
     def schema(self) -> Schema:
@@ -178,40 +180,42 @@ class Part:
 
     async def scan(self) -> tuple[Lanes, tuple[Made, ...]]:
         """The digest of the weights as they are, and what conversions gave; `adopt` makes them the baseline."""
-        self._scanned, lanes, made = await anyio.to_thread.run_sync(self._scan)
+        lanes, made = await anyio.to_thread.run_sync(self._scan)
         return lanes, made
 
-    def adopt(self, identity: Identity | None, lanes: Lanes, *, alike: bool) -> None:
+    def adopt(self, identity: Identity | None, lanes: Lanes, *, alike: bool = True) -> None:
         """The weights that were scanned are those of a committed version; None: they are not.
 
         alike: whether all ranks' conversions gave the same; if not, they are made again for the next version, which
         says so.
         """
-        scanned, self._scanned = self._scanned, {}
+        (scanned, published), self._scanned = self._scanned, ({}, {})
         if identity is not None:
             self.baseline.adopt(scanned, identity, lanes)
+            self._published = published
             self._fingerprints = self._found if alike else []
 
-    def _scan(self) -> tuple[dict[int, Bits], Lanes, tuple[Made, ...]]:
+    def _scan(self) -> tuple[Lanes, tuple[Made, ...]]:
         self._found = self._look()
-        storages, lanes = self._source.storages(), digest.zero(len(self.schema.tensors))
-        bits, made = self._read(self._own[: len(self._direct)], self._direct, storages, lanes), list[Made]()
+        self._scanned = {}, {}
+        lanes, made = digest.zero(len(self.schema.tensors)), list[Made]()
+        self._read(self._own[: len(self._direct)], self._direct, self._source.storages(), lanes)
         for one in self._conversions:
             arrays, digests = convert(one, self.schema)
             made += digests
-            bits |= self._read(range(one.first, one.first + len(one.plan)), one.plan, arrays, lanes)
-        return bits, lanes, tuple(made)
+            self._read(range(one.first, one.first + len(one.plan)), one.plan, arrays, lanes)
+        return lanes, tuple(made)
 
-    def _read(
-        self, numbers: range, plan: Sequence[SourceFrame], storages: Sequence[Bits], lanes: Lanes
-    ) -> dict[int, Bits]:
-        """Canonical bits per frame; adds their digest to `lanes`."""
-        bits = {}
+    def _read(self, numbers: range, plan: Sequence[SourceFrame], storages: Sequence[Bits], lanes: Lanes) -> None:
+        """Keep canonical bits per frame; add their digest to `lanes`."""
+        bits, published = self._scanned
         for number, source in zip(numbers, plan, strict=True):
             frame = self.baseline.layout.frames[number]
             bits[number] = kernels.read(source_table(source, storages), source.kind)
-            lanes[list(frame.tensors)] += kernels.digest(canonical_table(frame, bits[number]), frame.keys)
-        return bits
+            sums = kernels.digest(canonical_table(frame, bits[number]), frame.keys)
+            lanes[list(frame.tensors)] += sums
+            if number in self._frozen:
+                published[number] = sums
 
     # ------------------------------------------------------------------ one version
 
@@ -246,6 +250,7 @@ class Part:
             captured=read,
             is_dense=compress.is_dense,
             frozen=self._frozen,
+            published=self._published,
         )
         refs, wire_bytes, summary = await self._send(construct, fed, link, compress)
         patches = list(self.baseline.patches())
@@ -296,6 +301,9 @@ class Part:
     async def fold(self, identity: Identity) -> None:
         """The head names `identity`."""
         self._turn += 1
+        self._published |= {
+            patch.number: patch.new_sums for patch in self.baseline.patches() if patch.number in self._frozen
+        }
         await anyio.to_thread.run_sync(self.baseline.fold, identity)
         self._fingerprints = self._found
 

@@ -7,7 +7,7 @@ One pass over memory per frame: N source elements and N baseline elements are re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 
@@ -27,7 +27,7 @@ from dcr.pipeline import DROP, Drop, Inbox, Outbox, serve
 from dcr.placement import canonical_table
 from dcr.schema import Schema, keys
 from dcr.seams import Residual
-from dcr.views import STORAGE, Bits, Table, rows_of
+from dcr.views import STORAGE, Bits, Lanes, Table, rows_of
 
 
 class Made(msgspec.Struct, frozen=True, array_like=True):
@@ -82,7 +82,7 @@ class Construct:
     conversions: groups to convert, in this order. audited: a frame whose captured weights are digested as well, so that
     a compare that missed something is found. captured: called when everything has been read. is_dense: whether a frame
     is sent whole, given how many of its elements changed, how many it has, and their width. frozen: frames that may
-    not differ from the baseline.
+    not differ from the baseline; published: digests of those that were published before, for where there is none.
     """
 
     name = "construct"
@@ -101,6 +101,7 @@ class Construct:
         captured: Callable[[], None] = lambda: None,
         is_dense: Callable[[int, int, int], bool] = outgrows,
         frozen: Container[int] = frozenset(),
+        published: Mapping[int, Lanes] | None = None,
     ) -> None:
         self.workers = workers
         self.depth = max(1, len(plan) + sum(len(conversion.plan) for conversion in conversions))
@@ -113,6 +114,7 @@ class Construct:
         self._captured = captured
         self._is_dense = is_dense
         self._frozen = frozen
+        self._published = published or {}
         self.made: list[Made] = []  # by the conversions, where other ranks may have made the same
 
     async def run(self, inbox: Inbox[int], outbox: Outbox[Patch]) -> None:
@@ -154,14 +156,17 @@ class Construct:
     def _compare(self, index: int, table: Table, kind: int) -> Patch | None:
         frame, base = self._baseline.layout.frames[index], self._baseline.base(index)
         if base is None:
-            return _anchor(frame, table, kind)
+            patch = _anchor(frame, table, kind)
+            if index in self._published:
+                _require_same(frame, patch.new_sums, self._published[index], self._baseline.layout.schema)
+            return patch
         if index in self._frozen:
             _require_unchanged(frame, table, kind, base, self._baseline.layout.schema)
             return None
-        patch = _delta(frame, table, kind, base, self._is_dense)
+        delta = _delta(frame, table, kind, base, self._is_dense)
         if index == self._audited:
-            _audit(frame, table, kind, base, patch)
-        return patch
+            _audit(frame, table, kind, base, delta)
+        return delta
 
 
 class Whole:
@@ -261,12 +266,20 @@ def _delta(
 def _require_unchanged(frame: Frame, table: Table, kind: int, base: Bits, schema: Schema) -> None:
     positions, _, _, new_sums, old_sums = kernels.capture(table, frame.keys, base, kind)
     if len(positions):
-        changed = np.flatnonzero((new_sums != old_sums).any(axis=1)).tolist()
+        _require_same(frame, new_sums, old_sums, schema, f" ({len(positions)} elements of what was looked at differ)")
+
+
+def _require_same(frame: Frame, found: Lanes, expected: Lanes, schema: Schema, how: str = "") -> None:
+    """The digests of a frozen frame's tensors are those of what was published.
+
+    Raises:
+        FrozenChanged: they are not; names the tensors.
+    """
+    if changed := np.flatnonzero((found != expected).any(axis=1)).tolist():
         names = ", ".join(schema.tensors[frame.tensors[tensor]].name for tensor in changed[:5])
         raise FrozenChanged(
-            f"{names}{' and more' if len(changed) > 5 else ''} must not change, and no longer is what was published "
-            f"({len(positions)} elements of what was looked at differ): put it back, or make a new source and a new "
-            "publisher that do not list it as frozen"
+            f"{names}{' and more' if len(changed) > 5 else ''} must not change, and no longer is what was published"
+            f"{how}: put it back, or make a new source and a new publisher that do not list it as frozen"
         )
 
 
