@@ -356,7 +356,8 @@ def positions_and_bits_are_words_of_their_own(mix: Any) -> Any:
 @becomes(Publisher, "_resume")
 def a_restarted_trainer_compares_its_bits(resume: Any) -> Any:
     async def believed(self: Publisher, head: Head) -> None:
-        self._part.adopt(head.identity, await self._part.scan())
+        lanes, _ = await self._part.scan()
+        self._part.adopt(head.identity, lanes)
 
     return believed
 
