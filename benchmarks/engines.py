@@ -2,7 +2,9 @@
 
 An `AsyncLLM` of one rank, with its engine core and worker in processes of their own, follows a trainer in this process.
 Every process counts: processor time of this one and all its descendants, while nothing is published. Both sides are
-taken between the engine's own pause and resume, and these are printed apart.
+taken between the engine's own pause and resume, and these are printed apart. So is what the main threads of vLLM's
+processes take during an install: dcr's work is done in this process and in a thread of each worker, while those threads
+wait for vLLM's messages, and spin for a second after each. A reload is done by them.
 
     install     `Version.install` of a version that changed so many elements
     seed        the same of a stored version, for an engine of whose elements so many differ: as in an install, and all
@@ -24,8 +26,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,26 +89,44 @@ def descendants(pid: int) -> Iterator[int]:
     """A process, and those that it started, and so on."""
     yield pid
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            yield from descendants(int(child))
+        with suppress(FileNotFoundError):  # it has ended meanwhile
+            for child in (thread / "children").read_text().split():
+                yield from descendants(int(child))
 
 
-@dataclass
+class MainThreads:
+    """The processor time of the main threads of some processes, together, in seconds."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._clocks = [Path(f"/proc/{pid}/task/{pid}/schedstat") for pid in pids]
+
+    def now_s(self) -> float:
+        return sum(int(clock.read_text().split()[0]) for clock in self._clocks) / 1e9
+
+
 class Laps:
     """Processor time and wall time of what was done, in seconds, by name."""
 
-    used: Processes
-    spent_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _last: tuple[float, float] = (0.0, 0.0)
+    def __init__(self) -> None:
+        own, *others = descendants(os.getpid())
+        self._used, self._polling = Processes([own, *others]), MainThreads(others)
+        self.spent_s: dict[str, list[float]] = defaultdict(list)
+        self.begin()
 
     def begin(self) -> None:
-        self._last = self.used.now_s(), time.perf_counter()
+        self._last = self._now()
 
-    def lap(self, name: str) -> None:
-        before, now = self._last, (self.used.now_s(), time.perf_counter())
-        self.spent_s[f"{name}_s"].append(now[0] - before[0])
-        self.spent_s[f"{name}_wall_s"].append(now[1] - before[1])
+    def lap(self, name: str, *, polls: bool = False) -> None:
+        """End a lap. polls: the engine's main threads had nothing to do in it, and what they took is told apart."""
+        used_s, polling_s, wall_s = (now - last for now, last in zip(self._now(), self._last, strict=True))
+        self.spent_s[f"{name}_s"].append(used_s - polling_s * polls)
+        self.spent_s[f"{name}_wall_s"].append(wall_s)
+        if polls:
+            self.spent_s["engine_polling_s"].append(polling_s)
         self.begin()
+
+    def _now(self) -> tuple[float, float, float]:
+        return self._used.now_s(), self._polling.now_s(), time.perf_counter()
 
     def medians(self) -> dict[str, float]:
         return {name: statistics.median(values) for name, values in self.spent_s.items()}
@@ -130,7 +149,7 @@ async def measure(checkpoint: Path, densities: Sequence[float], rounds: int) -> 
     """Medians of what each thing took; names of installs and seeds end with how much of the engine's bits differed."""
     trainer = Trainer(checkpoint)
     async with running(checkpoint) as engine:
-        laps = Laps(Processes(list(descendants(os.getpid()))))
+        laps = Laps()
         await _reload(engine, laps, rounds)
         async with dcr.loader("vllm", engine) as loader:
             trainer.step(0, densities[-1])
@@ -178,7 +197,7 @@ async def _install(loader: Any, version: dcr.Version, laps: Laps, name: str) -> 
     async with loader.updating(version):
         laps.lap("engine_pause")
         await version.install()
-        laps.lap(name)
+        laps.lap(name, polls=True)
     laps.lap("engine_resume")
 
 
