@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.utils import device_loading_context
 
@@ -38,8 +39,32 @@ from dcr.loaders.session import Session
 from dcr.loaders.vllm_watch import Watch
 from dcr.subscribe import workers
 
+MARK = "_already_called_process_weights_after_loading"  # of a layer whose step ran, and will not run again
 # Buffers that vLLM makes itself; a checkpoint may bring them (an fp8 KV cache's scales), and need not.
 OWN = ("*._k_scale", "*._v_scale", "*._q_scale", "*._prob_scale")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tree:
+    """A model's modules as they were found: to settle some of them costs what they are, not what the model is.
+
+    places: vLLM's order of them. attention: the layers whose steps come after all others, with all modules in them.
+    """
+
+    places: dict[torch.nn.Module, int]
+    attention: tuple[tuple[Any, frozenset[torch.nn.Module]], ...]
+
+    @staticmethod
+    def of(root: torch.nn.Module) -> _Tree:
+        every = list(root.modules())
+        attention = tuple(
+            (module, frozenset(module.modules())) for module in every if is_deferred_attention_layer(module)
+        )
+        return _Tree({module: place for place, module in enumerate(every)}, attention)
+
+    def is_of(self, modules: Sequence[tuple[str, torch.nn.Module]]) -> bool:
+        """Whether these are the modules that were found."""
+        return len(modules) == len(self.places) and all(module in self.places for _, module in modules)
 
 
 class VllmEngine:
@@ -51,6 +76,7 @@ class VllmEngine:
         self.module: Any = model
         self._config = config
         self._device = device
+        self._tree = _Tree.of(model)
 
     def load(self, pairs: Pairs) -> None:
         """See `dcr.loaders.engine.Engine.load`."""
@@ -59,27 +85,38 @@ class VllmEngine:
             type(self.module).load_weights(self.module, list(pairs))
 
     def settle(self, modules: Set[str]) -> None:
-        """See `dcr.loaders.engine.Engine.settle`: the order is vLLM's own, layers and then attention."""
+        """See `dcr.loaders.engine.Engine.settle`: the order is vLLM's own, layers and then attention.
+
+        Steps of online quantisation run once in the life of a layer, and leave a mark there, which vLLM removes itself
+        where it loads a layer again (`_layerwise_process`): a step that is skipped would leave the old scales. A mark
+        that a MoE runner is made with stays, since that one has no steps.
+        """
         written = {self.module.get_submodule(name) for name in modules}
-        every = list(self.module.modules())
+        if not written <= self._tree.places.keys():
+            self._tree = _Tree.of(self.module)
         with self._as_loaded():
-            for module in every:
+            for module in sorted(written, key=self._tree.places.__getitem__):
                 method = getattr(module, "quant_method", None)
-                if module in written and isinstance(method, QuantizeMethodBase):
+                if isinstance(method, QuantizeMethodBase):
+                    if not isinstance(module, MoERunnerInterface):
+                        vars(module).pop(MARK, None)
                     with device_loading_context(module, self._device):
                         method.process_weights_after_loading(module)
-            for module in every:
-                if is_deferred_attention_layer(module) and not written.isdisjoint(module.modules()):
-                    with device_loading_context(module, self._device):
-                        module.process_weights_after_loading(self._config.model_config.dtype)
+            for attention, within in self._tree.attention:
+                if not written.isdisjoint(within):
+                    with device_loading_context(attention, self._device):
+                        attention.process_weights_after_loading(self._config.model_config.dtype)
 
     def fingerprint(self) -> bytes:
         """See `dcr.loaders.engine.Engine.fingerprint`."""
         parallel = self._config.parallel_config
         group = get_world_group()
+        modules = list(_modules_of(self.module))
+        if not self._tree.is_of(modules):
+            self._tree = _Tree.of(self.module)
         kinds: list[str] = []
         maps: list[Any] = []
-        for path, module in _modules_of(self.module):
+        for path, module in modules:
             kinds.append(type(vars(module).get("quant_method", module._modules.get("quant_method"))).__name__)
             maps += [
                 buffer.tolist()
