@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,3 +101,32 @@ def test_stand_ins_of_noise_are_noise_and_return_to_what_they_were(monkeypatch: 
         stand_ins.stage()
         assert [stand_ins.scratch(index).tobytes() for index in range(2)] == before
         assert model.get_parameter("large").data.numpy().tobytes() == before[0]
+
+
+def test_memory_that_no_load_touches_is_not_read_through() -> None:
+    """Looking for writes that were not seen creates no page of a large stand-in."""
+    model = Model(torch.float32, cache=(16 << 20,))
+    with standin.StandIns(slots_of(model)) as stand_ins:
+        address = model.get_parameter("cache").data_ptr()
+        assert not stand_ins.scratched(0)
+        assert pages_in(address, 64 << 20) == 0
+
+
+@pytest.mark.parametrize("place", [0, 5_000_001, (16 << 20) - 1])
+def test_a_write_anywhere_in_a_large_stand_in_is_seen_until_it_is_reset(place: int) -> None:
+    model = Model(torch.float32, cache=(16 << 20,))
+    with standin.StandIns(slots_of(model)) as stand_ins:
+        cache = model.get_parameter("cache").data
+        assert cache[7_000_000] == 0  # a page that was read only
+        cache[place] = 1
+        assert stand_ins.scratched(0)
+        stand_ins.reset({0})
+        assert not stand_ins.scratched(0)
+
+
+def pages_in(address: int, size_bytes: int) -> int:
+    """How many pages of a range exist."""
+    page = mmap.PAGESIZE
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+        entries = np.frombuffer(os.pread(file.fileno(), size_bytes // page * 8, address // page * 8), np.uint64)
+    return int(np.count_nonzero(entries >> np.uint64(62)))

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -71,18 +72,19 @@ class StandIn:
         """True if it has been written although nothing should have written it."""
         if self.origin is not None:
             return not np.array_equal(self.scratch, self.origin)
-        whole = len(self.scratch) // 8 * 8
-        return bool(self.scratch[:whole].view(np.uint64).max(initial=0) or self.scratch[whole:].any())
+        return any(self.scratch[start:stop].any() for start, stop in _touched(self.address, len(self.scratch)))
 
 
 @dataclass(slots=True, eq=False)
 class _Swap:
-    """A tensor of the model, the data that it had, and those that it has meanwhile."""
+    """A tensor of the model, the data that it had, and those that it has meanwhile, with where and how they lie."""
 
     tensor: torch.Tensor
     memory: int
     live: torch.Tensor
     stand_in: torch.Tensor
+    address: int = 0
+    stride: tuple[int, ...] = ()
 
     def to(self, one: StandIn) -> None:
         """Let the tensor lie in a stand-in."""
@@ -91,6 +93,13 @@ class _Swap:
             one.base.untyped_storage(), live.storage_offset(), live.shape, live.stride()
         )
         self.tensor.data = self.stand_in
+        self.address, self.stride = self.stand_in.data_ptr(), self.stand_in.stride()
+
+    def is_in_stand_in(self) -> bool:
+        """True if the tensor lies where it was put."""
+        tensor = self.tensor
+        dense = not tensor.is_nested and tensor.layout == torch.strided
+        return dense and tensor.data_ptr() == self.address and tensor.stride() == self.stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +197,8 @@ class StandIns:
     def bring_home(self) -> list[Rebound]:
         """Slots whose tensors were replaced: their contents are copied into the stand-in, which they then use again."""
         rebound: list[Rebound] = []
-        for slot in self._slots:
+        for slot in self._strayed():
             now, stand_in = slot.now(), self._swaps[id(slot.tensor)].stand_in
-            if now is slot.tensor and _lies_where(now, stand_in):
-                continue
             fits = _fits(now, stand_in)
             rebound.append(Rebound(slot, fits))
             if fits:
@@ -201,6 +208,19 @@ class StandIns:
         for swap in self._swaps.values() if rebound else ():
             swap.tensor.data = swap.stand_in
         return rebound
+
+    def _strayed(self) -> list[Slot]:
+        """Slots that hold another tensor than before, or one that lies elsewhere.
+
+        All are looked at after each load, so the code of a tensor's class is not run: vLLM's takes longer than this.
+        """
+        swaps = [self._swaps[id(slot.tensor)] for slot in self._slots]
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                slot
+                for slot, swap in zip(self._slots, swaps, strict=True)
+                if slot.now() is not slot.tensor or not swap.is_in_stand_in()
+            ]
 
     def memory_of(self, slot: Slot) -> int:
         return self._of_slot[id(slot)]
@@ -222,12 +242,6 @@ def _fits(now: object, stand_in: torch.Tensor) -> bool:
     return now.shape == stand_in.shape and now.dtype == stand_in.dtype and not overlaps
 
 
-def _lies_where(now: torch.Tensor, stand_in: torch.Tensor) -> bool:
-    """True if a tensor still lies in its stand-in."""
-    dense = not now.is_nested and now.layout == torch.strided
-    return dense and now.data_ptr() == stand_in.data_ptr() and now.stride() == stand_in.stride()
-
-
 def _stand_ins(memories: Sequence[Memory]) -> list[StandIn]:
     """One stand-in for each storage, all in one arena."""
     starts = [0, *accumulate(-(-len(memory.live) // PAGE) * PAGE for memory in memories)]
@@ -237,6 +251,21 @@ def _stand_ins(memories: Sequence[Memory]) -> list[StandIn]:
         small = len(memory.live) <= SMALL_BYTES
         stand_ins.append(StandIn.over(memory, arena, start, memory.live if small else None, copied=small))
     return stand_ins
+
+
+def _touched(address: int, size_bytes: int) -> list[tuple[int, int]]:
+    """Ranges of a page-aligned mapping of zeros outside of which nothing can have been written.
+
+    The system says which pages exist: a cache of 40 GB that no load writes is not read through for every unit.
+    """
+    try:
+        with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+            entries = np.frombuffer(os.pread(file.fileno(), 8 * -(-size_bytes // PAGE), address // PAGE * 8), np.uint64)
+    except OSError:  # another system
+        return [(0, size_bytes)]
+    exists = np.concatenate([[False], entries >> np.uint64(62) != 0, [False]])  # in memory, or swapped out
+    edges = np.flatnonzero(exists[1:] != exists[:-1]) * PAGE
+    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
 
 @contextmanager
