@@ -55,6 +55,17 @@ def committed(links: Sequence[Stored], head: Identity) -> list[Identity]:
     return [*(base for base in bases if base is not None), head]
 
 
+def recognise(links: Sequence[Stored], head: Identity, *, root: bytes, layout: bytes) -> Identity | None:
+    """Find the newest version of a chain to `head` whose bits, in one layout, have a root; None if there is none.
+
+    layout: the digest of the layout that the root was computed in.
+    """
+    for link, identity in zip(reversed(links), reversed(committed(links, head)), strict=True):
+        if link.seal.root == root and link.open.layout == layout:
+            return identity
+    return None
+
+
 async def anchor_of(store: Store, link: Stored) -> Stored | None:
     """An anchor that holds the very bits of this link, if there is one beside it."""
     if link.open.base is None:

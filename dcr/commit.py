@@ -94,6 +94,18 @@ def member_after(state: Member, event: str) -> Member:
     return _next(MEMBER, state, event)
 
 
+def verdict(identity: Identity, committed: Identity | None, term: int) -> bool | None:
+    """Decide what the head says of an attempt: it names it (True), it never will (False), or not yet (None).
+
+    A number alone names nothing: another attempt at the same version holds other bits.
+
+    committed: what the head names. term: the head's.
+    """
+    if committed is not None and committed.version >= identity.version:
+        return committed == identity
+    return False if term > identity.term else None
+
+
 class Votes:
     """Who has voted on one attempt, and what follows from it.
 
@@ -198,7 +210,7 @@ class Receipt:
         if held is not None and held.digest != chunk.digest:
             raise PayloadError(f"{self.identity}: two different chunks for frame {chunk.frame}")
         if self._seal is not None:
-            _require_sealed(chunk, {ref.frame: ref for ref in self._seal.chunks})
+            require_sealed(chunk, {ref.frame: ref for ref in self._seal.chunks})
         self._chunks[chunk.frame] = chunk
         return held is None
 
@@ -215,7 +227,7 @@ class Receipt:
             raise PayloadError(f"{self.identity}: its seal lists a frame twice")
         sealed = {ref.frame: ref for ref in seal.chunks}
         for chunk in self._chunks.values():
-            _require_sealed(chunk, sealed)
+            require_sealed(chunk, sealed)
         self._seal = seal
 
     @property
@@ -246,7 +258,12 @@ class Receipt:
             )
 
 
-def _require_sealed(chunk: Chunk, sealed: Mapping[int, ChunkRef]) -> None:
+def require_sealed(chunk: Chunk, sealed: Mapping[int, ChunkRef]) -> None:
+    """A chunk is the one that the seal lists for its frame.
+
+    Raises:
+        PayloadError: it is another, or its frame is not listed.
+    """
     ref = sealed.get(chunk.frame)
     if ref is None or (ref.digest, ref.content, ref.changed) != (chunk.digest, chunk.content, chunk.changed):
         raise PayloadError(f"{chunk.identity}: the chunk of frame {chunk.frame} is not the sealed one")

@@ -40,6 +40,11 @@ def total(lanes: Lanes) -> bytes:
     return pack(lanes.sum(axis=0, dtype=np.uint64, keepdims=True))
 
 
+def equal(found: Lanes, expected: Lanes) -> bool:
+    """Whether all tensors have the digests [T, 2] that are expected."""
+    return bool((found == expected).all())
+
+
 def require_equal(found: Lanes, expected: Lanes, schema: Schema, what: str) -> None:
     """Compare digests tensor by tensor.
 

@@ -108,8 +108,8 @@ class Placement:
         lanes = digest.zero(len(self._parts) if self._partial else len(self._layout.schema.tensors))
         for bound in self._frames:
             lanes[list(bound.parts)] += _sums(bound)
-            if astray := _astray(bound):
-                raise DigestMismatch(f"frame {bound.frame.index}: {astray} elements differ between two copies")
+            if differing := astray(bound):
+                raise DigestMismatch(f"frame {bound.frame.index}: {differing} elements differ between two copies")
         return lanes
 
     def _scatter(self, index: int, home: int, positions: Positions, bits: Bits) -> None:
@@ -200,7 +200,7 @@ def _prepare_dense(bound: _Bound, partial: bool, values: Bits) -> Ready:
             wanted = strip.cast(wanted)
         local, old = kernels.compare(strip.table, wanted)
         writes.append(Write(home, local, kernels.gather(strip.dense(wanted), local), old))
-    return _ready(bound, partial, writes, _sums(bound), new_sums, not _astray(bound))
+    return _ready(bound, partial, writes, _sums(bound), new_sums, not astray(bound))
 
 
 def _ready(
@@ -234,17 +234,17 @@ def _dense(bound: _Bound) -> Bits:
     return dense
 
 
-def _astray(bound: _Bound) -> int:
-    """How many elements of copies are not what the first home of the same element says."""
+def astray(bound: _Bound) -> int:
+    """Count the elements of copies that are not what the first home of the same element says."""
     copies = [strip for strip in bound.strips if strip.copy]
     if not copies:
         return 0
-    dense, astray = _dense(bound), 0
+    dense, differing = _dense(bound), 0
     for strip in copies:
         expected = dense[strip.elements(len(dense))]
         positions, _ = kernels.compare(strip.table, expected if strip.cast is None else strip.cast(expected))
-        astray += len(positions)
-    return astray
+        differing += len(positions)
+    return differing
 
 
 def canonical_table(frame: Frame, dense: Bits) -> Table:

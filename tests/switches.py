@@ -1,32 +1,44 @@
 """Switches that replace a piece of code while a run is played, and accidents that nothing but a rule stands against.
 
-A switch is a function that gives a context manager. They add up: what one replaces is what is there when it is entered.
+A switch is a value that gives a context manager. They add up: what one replaces is what is there when it is entered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from inspect import iscoroutinefunction
 from typing import Any
 from unittest import mock
 
+import hooks
 import numpy as np
+from hooks import Hook
 
-from dcr import kernels, reference
-from dcr.baseline import Baseline
-from dcr.stages import construct
+from dcr import reference
 from dcr.wire import Identity
 
-Switch = Callable[[], AbstractContextManager[Any]]
-nothing_happens: Switch = nullcontext
+
+@dataclass(frozen=True, eq=False)
+class Switch:
+    """What to do to a run, and which hooks that replaces."""
+
+    hooks: tuple[Hook, ...]
+    enter: Callable[[], AbstractContextManager[Any]]
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        return self.enter()
 
 
-def becomes(owner: Any, name: str) -> Callable[[Callable[[Any], Any]], Switch]:
-    """A switch that replaces an attribute by what a function makes of the one that is there."""
+nothing_happens = Switch((), nullcontext)
+
+
+def becomes(hook: Hook) -> Callable[[Callable[[Any], Any]], Switch]:
+    """A switch that replaces what a hook names by what a function makes of it."""
 
     def of(make: Callable[[Any], Any]) -> Switch:
-        return lambda: mock.patch.object(owner, name, make(getattr(owner, name)))
+        return Switch((hook,), lambda: mock.patch.object(hook.owner, hook.name, make(hook.value)))
 
     return of
 
@@ -40,9 +52,9 @@ def _without(check: Any) -> Any:
     return awaited if iscoroutinefunction(check) else lambda *args, **named: None
 
 
-def removed(owner: Any, name: str) -> Switch:
+def removed(hook: Hook) -> Switch:
     """A switch that takes a check out."""
-    return becomes(owner, name)(_without)
+    return becomes(hook)(_without)
 
 
 @contextmanager
@@ -56,13 +68,13 @@ def off(switches: Iterable[Switch]) -> Iterator[None]:
 
 def together(*switches: Switch) -> Switch:
     """One rule that is held in several places."""
-    return lambda: off(switches)
+    return Switch(tuple(hook for switch in switches for hook in switch.hooks), lambda: off(switches))
 
 
 # ---------------------------------------------------------------------- accidents
 
 
-@becomes(construct, "_delta")
+@becomes(hooks.DELTA)
 def a_compare_misses_a_change(delta: Any) -> Any:
     """Once: what changed in the last frame."""
     left = [1]
@@ -77,23 +89,20 @@ def a_compare_misses_a_change(delta: Any) -> Any:
     return blind
 
 
-@becomes(Baseline, "fold")
+@becomes(hooks.BASELINE_FOLD)
 def a_bit_of_the_baseline_rots(fold: Any) -> Any:
     """After the first commit."""
     left = [1]
 
-    def then_rot(self: Baseline, identity: Identity) -> Any:
+    def then_rot(self: Any, identity: Identity) -> Any:
         indices = fold(self, identity)
         if left:
             left.pop()
-            self._frames[2][0] ^= np.uint32(1)
+            self.base(2)[0] ^= np.uint32(1)
         return indices
 
     return then_rot
 
 
-def digests_in_numpy() -> AbstractContextManager[None]:
-    """No accident: what a switch of `reference.mix` needs, since compiled digests do not call it."""
-    return off(
-        becomes(kernels, name)(lambda compiled, name=name: getattr(reference, name)) for name in ("digest", "digest_at")
-    )
+# No accident: what a switch of `mix` needs, since compiled digests do not call it.
+digests_in_numpy = becomes(hooks.DIGEST)(lambda compiled: reference.digest)

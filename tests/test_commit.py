@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcr.commit import MAY_SERVE, MEMBER, SENDER, Member, Receipt, Sender, Votes, after, member_after
+from dcr.commit import MAY_SERVE, MEMBER, SENDER, Member, Receipt, Sender, Votes, after, member_after, verdict
 from dcr.errors import BaseMismatch, IncompleteError, PayloadError, RunMismatch, StateError
 from dcr.wire import Ack, Chunk, ChunkRef, Identity, MemberRef, Nack, Open, Seal
 
@@ -495,3 +495,25 @@ def test_in_any_order_it_is_complete_exactly_when_the_sets_are_equal(
             break
     assert foreign == (not set(coming) <= sealed)
     assert foreign or one.complete == (set(coming) == sealed)
+
+
+# ---------------------------------------------------------------------- what the head says of an attempt
+
+
+@pytest.mark.parametrize(
+    ("committed", "term", "decided"),
+    [
+        (None, 2, None),
+        (Identity("run", 2, 3, 1), 2, None),
+        (Identity("run", 2, 4, 1), 2, True),
+        (Identity("run", 2, 4, 2), 2, False),
+        (Identity("run", 1, 4, 1), 2, False),
+        (Identity("run", 2, 5, 1), 2, False),
+        (Identity("run", 2, 3, 1), 3, False),
+        (Identity("run", 2, 4, 1), 3, True),
+    ],
+)
+def test_the_head_names_an_attempt_or_another_or_nothing_yet(
+    committed: Identity | None, term: int, decided: bool | None
+) -> None:
+    assert verdict(Identity("run", 2, 4, 1), committed, term) is decided

@@ -32,7 +32,7 @@ from dcr.errors import (
     VoteError,
 )
 from dcr.testing import FaultyTransport, flip_bit, flip_one_chunk
-from dcr.wire import Ack, Chunk, Header, Identity, Message, Open, Seal
+from dcr.wire import Ack, Chunk, Head, Header, Identity, Message, Open, Seal
 
 ELEMS = 1 << 16  # of bf16: 32 pages
 Fault = Callable[[Message], Iterable[Message]]
@@ -730,17 +730,14 @@ async def test_a_negated_view_is_refused(trainer: Weights) -> None:
 async def test_a_head_that_cannot_be_moved_gives_the_version_up_and_the_next_one_goes_on(
     tmp_path: Path, trainer: Weights
 ) -> None:
-    url = f"local://{tmp_path}"
-    async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
-        await publish(publisher, 1)
-        swap = publisher._leader.headship._ledger.swap
-
-        async def full(head: Any, tag: bytes) -> bool:
+    def full(head: Head) -> None:
+        if head.identity is not None and head.identity.version == 2:
             raise OSError(28, "No space left on device")
 
-        publisher._leader.headship._ledger.swap = full
+    url, transport = f"local://{tmp_path}", FaultyTransport(FAST, on_swap=full)
+    async with dcr.publisher(url, source=dcr.source(trainer), transport=transport) as publisher:
+        await publish(publisher, 1)
         touch(trainer, 2)
         with pytest.raises(NotCommittedError, match="No space left"):
             await publish(publisher, 2)
-        publisher._leader.headship._ledger.swap = swap
         assert (await publish(publisher, 3)).version == 3

@@ -48,7 +48,7 @@ class TestMemory(TransportTests):
         return ""
 
     def _attempts(self, url: str) -> dict[Identity, Any]:
-        return self.transport._runs[urlsplit(url).path].attempts
+        return self.transport.run(url).attempts
 
 
 class TestLocal(TransportTests):

@@ -55,7 +55,7 @@ class Kit(TransportTests):
 
 def _damage(transport: Any, url: str, of: Identity, part: str, *, remove: bool) -> str:
     """Take a part of a stored attempt away, or cut it short."""
-    attempts = getattr(transport, "straight", transport)._runs[url.removeprefix("memory://")].attempts
+    attempts = getattr(transport, "straight", transport).run(url).attempts
     attempt = attempts[of]
     if part == "chunk":
         attempt.chunks[1:2] = [] if remove else [attempt.chunks[1][:-1]]
@@ -405,7 +405,7 @@ async def _never_minus_one(store: Any) -> int:
 
 
 async def _newest_sealed(store: Any) -> int:
-    return max((of.version for of, one in store._attempts.items() if one.sealed), default=-1)
+    return max((of.version for of, one in store.run.attempts.items() if one.sealed), default=-1)
 
 
 async def _no_attempts(store: Any, version: int) -> list[Identity]:
@@ -417,7 +417,7 @@ async def _first_attempt(store: Any, version: int) -> list[Identity]:
 
 
 async def _all_attempts(store: Any, version: int) -> list[Identity]:
-    return [of for of in store._attempts if of.version == version]
+    return [of for of in store.run.attempts if of.version == version]
 
 
 async def _described_by_its_open(store: Any, of: Identity) -> tuple[Message, Message]:
@@ -467,7 +467,7 @@ async def _read_once(store: Any, of: Identity) -> AsyncIterator[Message]:
         async for message in store.read(of):
             yield message
     finally:
-        store._attempts.pop(of, None)
+        store.run.attempts.pop(of, None)
 
 
 async def _prune_nothing(store: Any, keep: Any, below: int) -> None:
@@ -484,7 +484,7 @@ async def _prune_what_is_newer(store: Any, keep: Any, below: int) -> None:
 
 async def _prune_the_number_too(store: Any, keep: Any, below: int) -> None:
     await store.prune(keep, below)
-    store._run.newest = max((one.version for one in store._attempts), default=-1)
+    store.run.newest = max((one.version for one in store.run.attempts), default=-1)
 
 
 def _troubled_by_pruning() -> BentTransport:

@@ -35,7 +35,7 @@ from dcr.stages.compress import Parcel
 from dcr.testing.faults import FaultyTransport, flip_one_chunk, honest
 from dcr.testing.memory import MemoryTransport
 from dcr.testing.ranks import MemoryGroup
-from dcr.wire import Ack, Message
+from dcr.wire import Ack, Head, Message
 
 pytestmark = pytest.mark.anyio
 URL = "memory:///run"
@@ -334,20 +334,19 @@ async def test_a_rank_that_is_cancelled_at_any_meeting_leaves_a_run_that_goes_on
 
 
 async def test_a_head_that_cannot_be_moved_fails_on_all_ranks_and_the_next_version_works() -> None:
-    async with running(Model(), 2) as (ranks, rollout):
-        await step(ranks, rollout, 1)
-        ledger = ranks.publishers[0]._leader.headship._ledger
-        swap, tries = ledger.swap, []
+    tries = []
 
-        async def broken(*args: Any) -> bool:
-            tries.append(args)
+    def full(head: Head) -> None:
+        if head.identity is not None and head.identity.version == 2:
+            tries.append(head)
             raise OSError("no space left")
 
-        ledger.swap = broken
+    transport = FaultyTransport(MemoryTransport(), on_swap=full)
+    async with running(Model(), 2, transport=transport) as (ranks, rollout):
+        await step(ranks, rollout, 1)
         ranks.model.step()
         with pytest.raises(NotCommittedError, match="no space left"):
             await ranks.publish(2)
-        ledger.swap = swap
         assert len(tries) > 1
         assert not (await step(ranks, rollout, 3))[0].is_anchor
 
@@ -419,7 +418,7 @@ async def test_anchors_hold_what_all_ranks_own() -> None:
         for version in range(1, 6):
             model.step()
             await ranks.publish(version)
-        run = transport._runs["/run"]
+        run = transport.run(URL)
         kinds = [
             (identity.version, dcr.wire.parse(one.opened).header.base is None) for identity, one in run.attempts.items()
         ]

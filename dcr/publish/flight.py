@@ -37,7 +37,6 @@ from dcr.publish.refit import Refit, Report
 from dcr.publish.retention import Retention
 from dcr.seams import BasedCodec, Codec, Writer
 from dcr.stages.compress import Compress
-from dcr.views import Lanes
 from dcr.wire import ChunkRef, Head, Identity
 
 
@@ -52,6 +51,14 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
     stale: tuple[bool, ...]
     copies: tuple[Root, ...] = ()
     broken: str = ""
+
+
+def common_base(bases: Sequence[Identity | None], root: bytes, head_root: bytes) -> Identity | None:
+    """The version that all ranks hold, if their digests add up to what the head says of it; None: send all anew.
+
+    root: of the sum of the ranks' own baselines. head_root: what the head says.
+    """
+    return bases[0] if root == head_root and all(base == bases[0] for base in bases) else None
 
 
 class Flights:
@@ -133,7 +140,7 @@ class Flights:
         refit.finish(report, self._leader.awaited if self._leader else None)
         self._emit("committed", refit.version, nbytes=report.wire_bytes)
         try:
-            await self._keep(report)
+            await self.keep(report)
         except Exception as error:  # the version is committed; only late joiners read more
             self._emit("anchor_failed", refit.version, detail=f"{type(error).__name__}: {error}")
 
@@ -156,17 +163,12 @@ class Flights:
             details = await self._ranks.share(f"copies {refit.version}", look_closer, tuple[Detail, ...])
             raise error_of(details, self._part.schema)
         lanes = await self._ranks.add(f"baseline {refit.version}", self._part.baseline.lanes)
-        self._lanes, base = lanes, self._common_base(begun, lanes)
+        self._lanes, base = lanes, common_base([one.base for one in begun], digest.root(lanes), self._root)
         if base is None:
             self._part.baseline.clear()
             self._lanes = np.zeros_like(lanes)
         stale = tuple(base is None or any(flags) for flags in zip(*(one.stale for one in begun), strict=True))
         return Begun(base, stale)
-
-    def _common_base(self, begun: Sequence[Begun], lanes: Lanes) -> Identity | None:
-        """The version that all ranks hold, if their digests add up to what the head says of it."""
-        same = all(one.base == begun[0].base for one in begun)
-        return begun[0].base if same and digest.root(lanes) == self._root else None
 
     async def _open(self, refit: Refit, base: Identity | None) -> Opened:
         async def lead() -> Opened:
@@ -258,7 +260,7 @@ class Flights:
                 await self._leader.announce(identity)
         return outcome
 
-    async def _keep(self, report: Report) -> None:
+    async def keep(self, report: Report) -> None:
         """Where it is due, store the committed bits whole beside their delta, and remove what nobody needs any more."""
         due, committed = self._retention.count(report.wire_bytes), report.identity
         if not (report.is_anchor or due):

@@ -14,11 +14,19 @@ from dcr.wire import Head, Identity
 TRIES, PAUSE_S = 3, 0.2
 
 
+def recognise(head: Head, root: bytes) -> Identity | None:
+    """The version that the head names, if bits with this root are its own; None if they are not."""
+    return head.identity if root == head.root else None
+
+
 class Headship:
-    """The head as this publisher left it. Whoever takes a later term ends it."""
+    """The head as this publisher left it. A publisher with a higher term fences this one.
+
+    ledger: where the head is kept. head: what this publisher wrote to it last.
+    """
 
     def __init__(self, ledger: Ledger, head: Head) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
         self.head = head
 
     @classmethod
@@ -39,7 +47,7 @@ class Headship:
         Raises:
             Fenced: it is another publisher's.
         """
-        now, _ = await self._ledger.read()
+        now, _ = await self.ledger.read()
         if now != self.head:
             raise Fenced(
                 f"expected the head at term {self.head.term}, found {now.term if now else 'none'}: "
@@ -54,7 +62,7 @@ class Headship:
             NotCommittedError: it could not be moved, several times, and was not.
             Exception: the head can be neither swapped nor read: whether it moved is not known.
         """
-        now, tag = await self._ledger.read()
+        now, tag = await self.ledger.read()
         state = Sender.SWAPPING if now == self.head else Sender.FENCED
         ours = Head(self.head.run, self.head.term, identity, root)
         failure: Exception | None = None
@@ -66,12 +74,12 @@ class Headship:
                     "this one may not publish any more"
                 ) from failure
             try:
-                event = "swapped" if await self._ledger.swap(ours, tag) else "refused"
+                event = "swapped" if await self.ledger.swap(ours, tag) else "refused"
             except Exception as error:
                 event, failure = "no_answer", error
             state = after(state, event)
             if state is Sender.UNKNOWN:
-                state = await self._read_back(ours, tag, failure)
+                state = await self.read_back(ours, tag, failure)
             if state is Sender.SWAPPING:
                 tries += 1
                 if tries == TRIES:
@@ -82,10 +90,10 @@ class Headship:
                 await anyio.sleep(PAUSE_S * tries)
         self.head = ours
 
-    async def _read_back(self, ours: Head, base: bytes, failure: Exception | None) -> Sender:
+    async def read_back(self, ours: Head, base: bytes, failure: Exception | None) -> Sender:
         """What has become of a swap; a refusal may answer a second try of one that had worked."""
         try:
-            head, tag = await self._ledger.read()
+            head, tag = await self.ledger.read()
         except Exception as error:
             error.add_note(f"reading the head back, after moving it failed with {failure!r}")
             raise

@@ -26,7 +26,7 @@ from dcr.errors import OptionError, StateError
 from dcr.frames import FRAME_ELEMS
 from dcr.observe import Event, Observer, ignore
 from dcr.patch import Operation
-from dcr.publish import dismissal
+from dcr.publish import dismissal, headship, numbers
 from dcr.publish.copies import error_of_made
 from dcr.publish.flight import Flights
 from dcr.publish.leader import Leader, Standing
@@ -178,12 +178,7 @@ class Publisher:
         self._life.require_open()
         if (broken := self._broken) is not None:
             raise StateError(f"this publisher cannot go on: {broken}; close it and make a new one") from broken
-        number = self._last_version + 1 if version is None else version
-        if number <= self._last_version:
-            raise StateError(
-                f"version {number} is not new: this run has used {self._last_version}; "
-                f"publish {self._last_version + 1} or more"
-            )
+        number = numbers.take(version, self._last_version)
         refit = Refit(number)
         self._requests.send_nowait(refit)  # there is room: the version before has ended
         self._before = self._last_version, self._refit
@@ -363,7 +358,7 @@ class Publisher:
         scanned: list[Lanes] = []
         made = await self._ranks.share("scan", scan, tuple[Made, ...])
         lanes = await self._ranks.add("scanned", scanned[0])
-        identity = head.identity if digest.root(lanes) == head.root else None
+        identity = headship.recognise(head, digest.root(lanes))
         self._part.adopt(identity, scanned[0], alike=error_of_made(made, self._part.schema) is None)
 
     async def _settled(self) -> None:

@@ -150,7 +150,7 @@ def verify(sealed: Message, layout: Layout, held: Lanes, readies: Iterable[Undoa
         if seal.base is not None and not ready.copies_agree:
             raise BaseMismatch(f"{seal.identity}: two copies of a tensor in frame {ready.frame} differ in live memory")
     if seal.base is not None:
-        _require_base(seal, layout, held=held, base=base, old=old, touched=touched)
+        require_base(seal, layout, held=held, base=base, old=old, touched=touched)
     else:
         _require_all(seal, layout, frames)
     digest.require_equal(reached, target, layout.schema, f"{seal.identity}: prepared and sealed digests")
@@ -185,7 +185,12 @@ def _require_all(seal: Seal, layout: Layout, frames: set[int]) -> None:
         raise IncompleteError(f"{seal.identity}: an anchor without frames {sorted(missing)[:8]}")
 
 
-def _require_base(seal: Seal, layout: Layout, *, held: Lanes, base: Lanes, old: Lanes, touched: Lanes) -> None:
+def require_base(seal: Seal, layout: Layout, *, held: Lanes, base: Lanes, old: Lanes, touched: Lanes) -> None:
+    """A delta stands on the bits held here: on their digest, and on the sums of those that it touches.
+
+    Raises:
+        BaseMismatch: it does not; names the tensors that differ.
+    """
     try:
         digest.require_equal(held, base, layout.schema, f"{seal.identity}: held and base digests")
         digest.require_equal(old, touched, layout.schema, f"{seal.identity}: sums of touched old bits")
@@ -215,12 +220,17 @@ def install(loader: Loader[Any], readies: Sequence[Undoable], settle: Callable[[
                 loader.install(ready)
         settle()
     except BaseException as error:
-        _undo(loader, begun, settle, error)
+        undo(loader, begun, settle, error)
         raise
     return time.monotonic() - began_s
 
 
-def _undo(loader: Loader[Any], begun: Sequence[Undoable], settle: Callable[[], None], cause: BaseException) -> None:
+def undo(loader: Loader[Any], begun: Sequence[Undoable], settle: Callable[[], None], cause: BaseException) -> None:
+    """Write the old bits back over every frame whose installation has begun, last first.
+
+    Raises:
+        Poisoned: that failed as well.
+    """
     try:
         for ready in reversed(begun):
             loader.undo(ready)

@@ -156,17 +156,17 @@ class Construct:
     def _compare(self, index: int, table: Table, kind: int) -> Patch | None:
         frame, base = self._baseline.layout.frames[index], self._baseline.base(index)
         if base is None:
-            patch = _anchor(frame, table, kind)
+            anchor = _anchor(frame, table, kind)
             if index in self._published:
-                _require_same(frame, patch.new_sums, self._published[index], self._baseline.layout.schema)
-            return patch
+                _require_same(frame, anchor.new_sums, self._published[index], self._baseline.layout.schema)
+            return anchor
         if index in self._frozen:
             _require_unchanged(frame, table, kind, base, self._baseline.layout.schema)
             return None
-        delta = _delta(frame, table, kind, base, self._is_dense)
+        patch = delta(frame, table, kind, base, self._is_dense)
         if index == self._audited:
-            _audit(frame, table, kind, base, delta)
-        return delta
+            audit(frame, table, kind, base, patch)
+        return patch
 
 
 class Whole:
@@ -248,9 +248,8 @@ def _whole(frame: Frame, bits: Bits) -> Patch:
     return Patch(frame, None, bits, None, frame.numel, np.zeros_like(new_sums), new_sums)
 
 
-def _delta(
-    frame: Frame, table: Table, kind: int, base: Bits, is_dense: Callable[[int, int, int], bool]
-) -> Patch | None:
+def delta(frame: Frame, table: Table, kind: int, base: Bits, is_dense: Callable[[int, int, int], bool]) -> Patch | None:
+    """The elements that differ from the baseline; None if none does."""
     positions, bits, old, new_sums, old_sums = kernels.capture(table, frame.keys, base, kind)
     if not len(positions):
         return None
@@ -283,7 +282,12 @@ def _require_same(frame: Frame, found: Lanes, expected: Lanes, schema: Schema, h
         )
 
 
-def _audit(frame: Frame, table: Table, kind: int, base: Bits, patch: Patch | None) -> None:
+def audit(frame: Frame, table: Table, kind: int, base: Bits, patch: Patch | None) -> None:
+    """Digest a frame's captured weights apart from the compare that made its patch.
+
+    Raises:
+        DigestMismatch: the compare missed something.
+    """
     captured = kernels.digest(table, frame.keys, kind)
     expected = kernels.digest(canonical_table(frame, base), frame.keys)
     if patch is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from dcr import commit
 from dcr.errors import BaseMismatch, DcrError, DigestMismatch, IncompleteError, PayloadError, RemoteError, RunMismatch
 from dcr.stages.transfer import Aborted, Superseded
 from dcr.subscribe.membership import Membership
@@ -80,20 +81,23 @@ class Attempts:
         """Wait until the head names an attempt (True), or it is given up (False). A member never decides alone."""
         member = self._member
         while True:
-            committed = await member.committed()
-            if committed is not None and committed.version >= identity.version:
-                return committed == identity
-            if member.head is not None and member.head.term > identity.term:
-                return False
+            decided = await self._verdict(identity)
+            if decided is not None:
+                return decided
             message = await member.next()
             match message and message.header:
                 case Abort(identity=given_up) if given_up == identity:
                     return False
                 case Open() if message is not None:
                     member.put_back(message)
-                    return await member.committed() == identity
+                    return await self._verdict(identity) is True
                 case _:
                     pass
+
+    async def _verdict(self, identity: Identity) -> bool | None:
+        committed = await self._member.committed()
+        head = self._member.head
+        return commit.verdict(identity, committed, -1 if head is None else head.term)
 
     async def _accept(self, prepared: Prepared) -> None:
         member = self._member

@@ -50,11 +50,9 @@ class Backlog:
             except IncompleteError as error:
                 head = await self._look_again(head, error)
         await member.rank.bind(links[-1].opened)
-        root = member.rank.root
-        for link, identity in zip(reversed(links), reversed(chain.committed(links, head)), strict=True):
-            if link.seal.root == root and link.open.layout == member.rank.layout.digest:
-                await member.hold(identity)
-                return
+        held = chain.recognise(links, head, root=member.rank.root, layout=member.rank.layout.digest)
+        if held is not None:
+            await member.hold(held)
 
     async def catch_up(self) -> None:
         """Offer the newest stored version until live memory holds what the head names."""

@@ -341,7 +341,7 @@ class Rank:
         assert fetch.seal is not None
         target = inspect.verify(fetch.seal)
         await self.rescan()  # nothing was served until now: what was known of these bits does not count
-        held = (self._lanes == target).all()
+        held = digest.equal(self._lanes, target)
         return seal.root, Prepared(seal.identity, seal.root, target, []) if held else None
 
     async def install(self, prepared: Prepared) -> float:

@@ -129,7 +129,7 @@ class Ranks:
         readies = self._each(lambda rank: rank.prepare(frame, change), holders)
         numbers = [parts.of_rank[r][list(ready.parts)] for r, ready in zip(holders, readies, strict=True)]
         sums = [np.hstack([ready.old_sums, ready.new_sums]) for ready in readies]
-        lanes, same = _summed(parts, parts.tensors[frame], numbers, sums)
+        lanes, same = summed(parts, parts.tensors[frame], numbers, sums)
         agree = same and all(ready.copies_agree for ready in readies)
         return Joint(frame, tuple(zip(holders, readies, strict=True)), lanes[:, :2], lanes[:, 2:], agree)
 
@@ -159,7 +159,7 @@ class Ranks:
         """See `dcr.seams.Loader.digest`."""
         parts = self._parts
         every = np.arange(len(parts.layout.schema.tensors))
-        lanes, same = _summed(parts, every, parts.of_rank, self._each(lambda rank: rank.digest()))
+        lanes, same = summed(parts, every, parts.of_rank, self._each(lambda rank: rank.digest()))
         if not same:
             raise DigestMismatch("two ranks hold other bits of the same part of a tensor; seed this member anew")
         return lanes
@@ -233,7 +233,7 @@ def _install(rank: RankLoader[Any], shares: Sequence[RankReady]) -> None:
         rank.install(share)
 
 
-def _summed(
+def summed(
     parts: _Parts, tensors: NDArray[np.int64], numbers: Sequence[NDArray[np.int64]], sums: Sequence[Lanes]
 ) -> tuple[Lanes, bool]:
     """Add up lanes [L] of parts by rank, each part once, to those of tensors; and say whether all holders agree.

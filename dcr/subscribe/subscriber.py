@@ -16,10 +16,9 @@ from urllib.parse import quote
 
 import anyio
 
-from dcr import plugins
+from dcr import commit, plugins
 from dcr.budget import ByteBudget, MiB
 from dcr.closing import Contexts, Life
-from dcr.commit import MAY_SERVE
 from dcr.errors import LocalError, OptionError, StateError, StorageRebound
 from dcr.observe import Event, Observer, ignore
 from dcr.seams import BasedCodec, Codec, Loader, Releasing, Transport
@@ -128,7 +127,7 @@ class Subscriber:
         """True if live memory holds exactly one committed version."""
         if self._member is None or isinstance(self._error, StorageRebound):
             return False
-        return self._member.state in MAY_SERVE
+        return self._member.state in commit.MAY_SERVE
 
     @property
     def offered(self) -> Version | None:

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from dcr.seams import Link, Run, Transport, Writer
+from dcr.seams import Ledger, Link, Run, Transport, Writer
 from dcr.testing.wrapped import WrappedRun
-from dcr.wire import Chunk, Message
+from dcr.wire import Chunk, Head, Message
 
 Fault = Callable[[Message], Iterable[Message]]
 
@@ -26,11 +26,20 @@ def honest(message: Message) -> Iterable[Message]:
 class FaultyTransport:
     """Wraps a transport; every link it opens applies the faults.
 
-    on_send, on_receive: for messages of this side, and for messages to it.
+    on_send, on_receive: for messages of this side, and for messages to it. on_swap: called before each swap of the
+    head, with the new one; raising is a swap that was not made.
     """
 
-    def __init__(self, transport: Transport, *, on_send: Fault = honest, on_receive: Fault = honest) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        on_send: Fault = honest,
+        on_receive: Fault = honest,
+        on_swap: Callable[[Head], object] = lambda _: None,
+    ) -> None:
         self._transport = transport
+        self._on_swap = on_swap
         self._on_send = on_send
         self._on_receive = on_receive
 
@@ -42,7 +51,21 @@ class FaultyTransport:
                 run,
                 link=lambda link: _FaultyLink(link, self._on_send, self._on_receive),
                 writer=lambda link: _FaultyWriter(link, self._on_send),
+                ledger=lambda ledger: _FaultyLedger(ledger, self._on_swap),
             )
+
+
+class _FaultyLedger:
+    def __init__(self, ledger: Ledger, on_swap: Callable[[Head], object]) -> None:
+        self._ledger = ledger
+        self._on_swap = on_swap
+
+    async def read(self) -> tuple[Head | None, bytes]:
+        return await self._ledger.read()
+
+    async def swap(self, head: Head, tag: bytes) -> bool:
+        self._on_swap(head)
+        return await self._ledger.swap(head, tag)
 
 
 class _FaultyWriter:

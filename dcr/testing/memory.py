@@ -39,7 +39,11 @@ class MemoryTransport:
     @asynccontextmanager
     async def open(self, url: str) -> AsyncIterator[MemoryRun]:
         """See `dcr.seams.Transport.open`."""
-        yield self._runs.setdefault(urls.path_of(url, "memory"), MemoryRun())
+        yield self.run(url)
+
+    def run(self, url: str) -> MemoryRun:
+        """The run of a URL, to be looked at."""
+        return self._runs.setdefault(urls.path_of(url, "memory"), MemoryRun())
 
 
 @dataclass(slots=True)
@@ -51,6 +55,11 @@ class Attempt:
     chunks: list[bytes] = field(default_factory=list)
     sealed: bytes | None = None
     aborted: bytes | None = None
+
+
+def is_current(identity: Identity, head: Head) -> bool:
+    """Whether an attempt is of the head's term; a publisher of a lower one has been superseded."""
+    return identity.term >= head.term
 
 
 class MemoryRun:
@@ -156,15 +165,15 @@ class _Ledger:
 
 
 class _Store:
-    """Sealed attempts."""
+    """Sealed attempts of a run."""
 
     def __init__(self, run: MemoryRun) -> None:
-        self._run, self._attempts = run, run.attempts
+        self.run, self._attempts = run, run.attempts
 
     async def newest(self) -> int:
         """See `dcr.seams.Store.newest`."""
         await anyio.lowlevel.checkpoint()
-        return self._run.newest
+        return self.run.newest
 
     async def attempts(self, version: int) -> list[Identity]:
         """See `dcr.seams.Store.attempts`."""
@@ -328,7 +337,7 @@ class _MemberLink:
         if attempt.aborted is not None:
             self._follows = None
             return wire.parse(attempt.aborted)
-        if head.term > identity.term and head.identity != identity:
+        if not is_current(identity, head) and head.identity != identity:
             self._follows = None
             return Message(Abort(identity, f"a publisher of term {head.term} has taken over"))
         return None
@@ -340,7 +349,7 @@ class _MemberLink:
         for identity in sorted(attempts, key=lambda one: (one.version, one.term, one.attempt), reverse=True):
             if identity == self._last or identity.version <= floor:
                 return None
-            if identity.term == head.term and attempts[identity].aborted is None:
+            if is_current(identity, head) and attempts[identity].aborted is None:
                 self._last = self._follows = identity
                 self._taken, self._sealed = 0, False
                 return wire.parse(attempts[identity].opened)

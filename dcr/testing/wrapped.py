@@ -10,16 +10,24 @@ from dcr.wire import Join, MemberRef
 
 
 class WrappedRun:
-    """Another run, with each link and writer that it opens put into `link` or `writer`."""
+    """Another run, with its ledger, and each link and writer that it opens, put into what is given for them."""
 
-    def __init__(self, run: Run, *, link: Callable[[Link], Link], writer: Callable[[Writer], Writer]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        *,
+        link: Callable[[Link], Link],
+        writer: Callable[[Writer], Writer],
+        ledger: Callable[[Ledger], Ledger] = lambda ledger: ledger,
+    ) -> None:
         self._run = run
+        self._ledger = ledger(run.ledger)
         self._wrap_link = link
         self._wrap_writer = writer
 
     @property
     def ledger(self) -> Ledger:
-        return self._run.ledger
+        return self._ledger
 
     @property
     def store(self) -> Store | None:
