@@ -12,11 +12,12 @@ from torch import nn
 
 import dcr
 from dcr import frames
-from dcr.errors import SchemaError
+from dcr.errors import OptionError, SchemaError, StorageRebound
 from dcr.frames import Layout
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader
 from dcr.schema import Schema, TensorSpec
+from dcr.sources.megatron import Geometry
 from dcr.sources.module import ModuleSource
 from dcr.sources.state import beyond, require_named
 
@@ -91,6 +92,106 @@ def test_a_source_refuses_what_it_does_not_publish_by_name(kind: str) -> None:
 
 # names of a quantised layer that come before its weights
 QUANTISED = ["part.0.scale", "part.0.zero_point", "part.0._packed_params.dtype", "part.0._packed_params._packed_params"]
+
+
+def exported(module: nn.Module, **options: Any) -> Any:
+    return dcr.source(module, kind="probe", export=lambda tensors: tensors.items(), **options)
+
+
+def of_megatron(module: nn.Module, **options: Any) -> Any:
+    rules = [(r"norm\.(?P<leaf>weight|bias)", "whole", ["norm.{leaf}"]), (r"part\.(?P<leaf>\w+)", "whole", ["{leaf}"])]
+    sizes = Geometry(query_heads=1, kv_groups=1, vocab_size=1)
+    return dcr.source(module, kind="megatron", geometry=sizes, rules=rules, **options)
+
+
+EXPORTERS = {"probe": exported, "megatron": of_megatron}
+exporters = pytest.mark.parametrize("source", EXPORTERS.values(), ids=list(EXPORTERS))
+
+
+@exporters
+@pytest.mark.parametrize("kind", [kind for kind in LAYERS if "quantised" not in kind])
+def test_a_source_with_an_exporter_refuses_what_the_exporter_is_not_given(kind: str, source: Any) -> None:
+    make, name = LAYERS[kind]
+    with pytest.raises(SchemaError, match=rf"part\.{name} is in this module's state_dict.*waive=\['part\.{name}'\]"):
+        source(inside(make()))
+    published = source(inside(make()), waive=[f"part.{name}"]).schema.tensors
+    assert "norm.weight" in {spec.name for spec in published}
+
+
+class Silent(nn.Linear):
+    """A layer that can have extra state, and has none yet, as Megatron-core's and Transformer Engine's."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+
+@exporters
+@pytest.mark.parametrize("nothing", [None, torch.empty(0, dtype=torch.uint8)], ids=["none", "empty"])
+def test_extra_state_that_is_none_is_no_obstacle_until_there_is_some(nothing: Any, source: Any) -> None:
+    model = inside(Silent(2, 2))
+    model["part"].extra = nothing
+    made = source(model)
+    made.storages()
+    model["part"].extra = torch.ones(1)
+    with pytest.raises(StorageRebound, match=r"part\._extra_state.*was none when the source was made"):
+        made.storages()
+
+
+class Wrapper(nn.Module):
+    """As Megatron-core's DistributedDataParallel: its state dict is that of the model in it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+
+@pytest.mark.parametrize("waive", [[], ["*._extra_state"]])
+def test_layers_in_a_wrapper_that_leaves_itself_out_are_judged_by_their_paths(waive: list[str]) -> None:
+    model = Wrapper(inside(Silent(2, 2)))
+    of_megatron(model, waive=waive).storages()
+    model.module["part"].extra = torch.ones(1)
+    if waive:
+        of_megatron(model, waive=waive)
+    else:
+        with pytest.raises(SchemaError, match=r"module\.part\._extra_state is in this module's"):
+            of_megatron(model)
+
+
+MAPPINGS = {"probe": {"export": lambda tensors: tensors.items()}, "zero": {}}
+
+
+@pytest.mark.parametrize("kind", MAPPINGS)
+@pytest.mark.parametrize("value", [{"amax": 1}, None, b"", 1.0])
+def test_what_is_no_tensor_in_a_mapping_is_refused_by_name_unless_it_is_waived(kind: str, value: Any) -> None:
+    weights = {"w": torch.ones(2), "fc._extra_state": value}
+    with pytest.raises(SchemaError, match=r"fc\._extra_state: expected Tensor.* found .*waive=\['fc\._extra_state'\]"):
+        dcr.source(weights, kind=kind, **MAPPINGS[kind])
+    made = dcr.source(weights, kind=kind, waive=["*_extra_state"], **MAPPINGS[kind])
+    assert [spec.name for spec in made.schema.tensors] == ["w"]
+    made.storages()
+
+
+@pytest.mark.parametrize("kind", MAPPINGS)
+@pytest.mark.parametrize("given", [None, [("w", torch.ones(2))], {3: torch.ones(2)}])
+def test_what_is_no_mapping_from_texts_is_refused(kind: str, given: Any) -> None:
+    with pytest.raises((OptionError, SchemaError), match=r"tensors by name|mapping from names"):
+        dcr.source(given, kind=kind, **MAPPINGS[kind])
+
+
+@exporters
+def test_waived_tensors_are_not_given_to_an_exporter(source: Any) -> None:
+    model = inside(nn.Linear(2, 2))
+    model.register_parameter("value_head", nn.Parameter(torch.ones(3)))
+    made = source(model, waive=["value_*"])
+    assert not [spec.name for spec in made.schema.tensors if "value" in spec.name]
+    made.storages()
+    with pytest.raises(SchemaError, match=r"waive='value_x\*' fits"):
+        source(model, waive=["value_x*"])
 
 
 @pytest.mark.parametrize("kind", LAYERS)

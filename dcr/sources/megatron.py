@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dcr.errors import SchemaError
+from dcr.schema import patterns
 from dcr.sources import probe
 from dcr.sources.mapped import MappedSource
 from dcr.sources.peers import Peers
@@ -126,21 +127,26 @@ def source(
     export: Export | None = None,
     masters: Mapping[str, Span] | None = None,
     group: dist.ProcessGroup | None = None,
+    waive: Sequence[str] = (),
 ) -> MappedSource:
     """A Megatron-core model (or the chunks of one, under virtual pipeline stages). Collective over the group's ranks.
 
     rules: put before RULES, for models with names of their own. export: another exporter (Megatron-Bridge's, through
     `dcr.sources.probe.through`) instead of the rules. masters: the flat fp32 ranges that the distributed optimizer
-    keeps on this rank, by parameter name; they are published, rounded, instead of the parameters.
+    keeps on this rank, by parameter name; they are published, rounded, instead of the parameters. waive: patterns of
+    names, as the model has them, of what no engine needs: parameters, and what else its checkpoint holds.
 
     Raises:
-        SchemaError: no rule fits a parameter; names it.
+        SchemaError: no rule fits a parameter, the model's checkpoint holds more than tensors, or a waived pattern does
+            not fit; names it.
     """
     chunks = model if isinstance(model, torch.nn.Module) else torch.nn.ModuleList(model)
     peers = Peers(group)
     chosen = export or Exporter(_with_layers(geometry, chunks), (*rules, *(TIED if geometry.tied else ()), *RULES))
-    sizes = {name: tensor.numel() for name, tensor, _ in named(chunks)}
-    return probe.source(chunks, export=chosen, groups=list(_batches(sizes, peers)), masters=masters, group=group)
+    waive = patterns(waive)
+    sizes = {name: tensor.numel() for name, tensor, _ in named(chunks, waive)}
+    groups = list(_batches(sizes, peers))
+    return probe.source(chunks, export=chosen, groups=groups, masters=masters, group=group, waive=waive)
 
 
 class Exporter:

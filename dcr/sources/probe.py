@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from dcr import coverage
 from dcr.boxes import Box, Dim
 from dcr.errors import SchemaError
-from dcr.schema import Schema
+from dcr.schema import Schema, patterns, waived
 from dcr.sources.bits import bits_of
 from dcr.sources.casts import kind
 from dcr.sources.certificate import Found, Maps, certified
@@ -31,7 +31,9 @@ from dcr.sources.mapped import MappedSource, Piece, Shares, covered, demoted, sh
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
 from dcr.sources.standins import BASE, Dress, Export, StandIns, base_of
-from dcr.sources.tensors import Tied, named, require_unflattened, tied
+from dcr.sources.state import require_exportable, require_silent
+from dcr.sources.tensors import Tied, named, require_tensors, require_unflattened, tied
+from dcr.sources.waivers import require_waivable
 from dcr.views import Bits
 
 GROUP_ELEMS = BASE**2 - 1  # two digits are enough
@@ -58,6 +60,7 @@ def source(
     maps: Maps | None = None,
     masters: Mapping[str, Span] | None = None,
     group: dist.ProcessGroup | None = None,
+    waive: Sequence[str] = (),
 ) -> MappedSource:
     """The source that an exporter defines. Collective over the process group's ranks.
 
@@ -66,16 +69,28 @@ def source(
     rank that holds a part of it. groups: names of tensors that are exported together, alike on all ranks (a rank may
     lack some of them); None for an exporter that takes each tensor by itself and without collectives. maps: declared
     maps, taken instead of what digits would show, and certified alike. masters: spans of higher precision that some
-    ranks hold of some of the tensors; they are published, rounded, in these tensors' place.
+    ranks hold of some of the tensors; they are published, rounded, in these tensors' place. waive: patterns of names in
+    `weights` that the exporter is not given; also of what else a module's checkpoint holds.
 
     Raises:
-        SchemaError: the exporter fails on a group, exports a name twice, or ranks disagree.
+        SchemaError: the exporter fails on a group, exports a name twice, or ranks disagree; a module's checkpoint holds
+            more than tensors, or a waived pattern does not fit; names it.
     """
-    if isinstance(weights, torch.nn.Module):
-        require_unflattened(weights)
+    waive, module = patterns(waive), weights if isinstance(weights, torch.nn.Module) else None
+    if module is not None:
+        require_unflattened(module)
+    else:
+        require_tensors(weights, waive)
     peers = Peers(group)
-    local = _tensors(weights)
+    require_waivable(((name, id(tensor)) for name, tensor, _ in _named(weights)), waive, module, peers)
+    silent = require_exportable(module, waive) if module is not None else []
+    local = _tensors(weights, waive)
     parts = list(_stand_ins(_grouped(local, groups), export, _dress(weights), peers))
+
+    def present() -> Iterator[tuple[str, torch.Tensor]]:
+        require_silent(silent)
+        return _present(weights, waive)
+
     found = _by_name(one for part in parts for one in certified(part, maps))
     schema = united([one.spec for one in found.values()], peers)
     _require_known(maps or (), schema)
@@ -89,8 +104,8 @@ def source(
         schema,
         _without(shares, {tensor for tensor, spec in enumerate(schema.tensors) if spec.name in failed}),
         [*local, *_masters(masters or {})],
-        lambda: chain(_present(weights), ((one.name, one.tensor) for one in _masters(masters or {}))),
-        residual=_residual(schema, found, failed, parts, peers, lambda: dict(_present(weights))),
+        lambda: chain(present(), ((one.name, one.tensor) for one in _masters(masters or {}))),
+        residual=_residual(schema, found, failed, parts, peers, lambda: dict(_present(weights, waive))),
         peers=peers,
         proved=not failed,
     )
@@ -123,25 +138,29 @@ def _lent(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Itera
             tensor.data = homes[name]
 
 
-def _named(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def _named(
+    weights: torch.nn.Module | Mapping[str, torch.Tensor], waive: Sequence[str] = ()
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
     if isinstance(weights, torch.nn.Module):
-        yield from named(weights)
+        yield from named(weights, waive)
     else:
-        yield from ((name, tensor, True) for name, tensor in weights.items())
+        yield from ((name, tensor, True) for name, tensor in weights.items() if not waived(name, waive))
 
 
-def _tensors(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[Tied]:
+def _tensors(weights: torch.nn.Module | Mapping[str, torch.Tensor], waive: Sequence[str]) -> list[Tied]:
     """This rank's tensors as they lie now; of a DTensor, its part."""
     with torch.no_grad():
         return tied(
             (name, tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach(), is_parameter)
-            for name, tensor, is_parameter in _named(weights)
+            for name, tensor, is_parameter in _named(weights, waive)
         )
 
 
-def _present(weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _present(
+    weights: torch.nn.Module | Mapping[str, torch.Tensor], waive: Sequence[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's tensors as they are now, by name; of a DTensor, its part."""
-    return ((name, part_of(tensor)) for name, tensor, _ in _named(weights))
+    return ((name, part_of(tensor)) for name, tensor, _ in _named(weights, waive))
 
 
 def _without(shares: Shares, failed: Set[int]) -> Shares:

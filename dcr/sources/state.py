@@ -13,10 +13,55 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from dcr.errors import SchemaError
+from dcr.errors import SchemaError, StorageRebound
 from dcr.schema import waived
 
 EXTRA = "_extra_state"  # torch's own key
+
+
+def require_exportable(module: Module, waive: Sequence[str] = ()) -> list[tuple[str, Module]]:
+    """Check that an exporter, which gets parameters and persistent buffers, gets all that a checkpoint holds.
+
+    Extra state that is None or an empty tensor is none: whole families of layers have such. These parts are returned
+    with their names, since some may come: see `require_silent`.
+
+    Raises:
+        SchemaError: it holds more; names it.
+    """
+    if all(_is_plain(part) for part in module.modules()):
+        return []
+    able = [(name, part) for name, part in extras(module) if not waived(name, waive)]
+    more = {name: _what(...) for name, part in able if not _is_silent(name, part)}
+    more |= {name: what for name, what in beyond(module).items() if not name.endswith(EXTRA)}
+    for name, what in more.items():
+        if not waived(name, waive):
+            raise SchemaError(
+                f"{name} is in this module's state_dict() and is {what}, no parameter or persistent buffer: an "
+                f"exporter is not given it; register it as a buffer, or write waive=[{name!r}] if no engine needs it"
+            )
+    return able
+
+
+def require_silent(parts: Sequence[tuple[str, Module]]) -> None:
+    """Check that parts without extra state have none still.
+
+    Raises:
+        StorageRebound: one has some; names it.
+    """
+    for name, part in parts:
+        if not _is_silent(name, part):
+            raise StorageRebound(
+                f"{name} is extra state that was none when the source was made, and an exporter is not given it: make "
+                f"a new source and a new publisher, with waive=[{name!r}] if no engine needs it"
+            )
+
+
+def _is_silent(name: str, part: Module) -> bool:
+    try:
+        state = part.get_extra_state()
+    except Exception as error:  # somebody else's class may raise anything
+        raise SchemaError(f"{name} cannot be told: get_extra_state raised {error!r}") from error
+    return state is None or (isinstance(state, torch.Tensor) and not state.numel())
 
 
 def require_named(module: Module, waive: Sequence[str] = ()) -> None:
@@ -36,6 +81,11 @@ def require_named(module: Module, waive: Sequence[str] = ()) -> None:
                 "only those are kept in step; register it as a buffer, publish the model that this one was made of, "
                 f"or write waive=[{name!r}] at both ends if it never changes"
             )
+
+
+def extras(module: Module) -> Iterator[tuple[str, Module]]:
+    """The parts of a module that can have extra state, by the name of that: its path, whatever hooks make of it."""
+    return ((path + "." * bool(path) + EXTRA, part) for path, part in module.named_modules() if _has_extra(part))
 
 
 def beyond(module: Module) -> dict[str, str]:

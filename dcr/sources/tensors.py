@@ -6,7 +6,7 @@ of one storage are tied: they have one owner, the name that comes first.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -177,6 +177,27 @@ def require_module(given: object) -> None:
     """
     if not isinstance(given, torch.nn.Module):
         raise OptionError(f"expected a torch.nn.Module, whose tensors are the weights; found {type(given).__name__}")
+
+
+def require_tensors(given: object, waive: Sequence[str] = (), *, kinds: tuple[type, ...] = (torch.Tensor,)) -> None:
+    """Check weights that are given by name: a mapping from texts to tensors, or to other kinds that a source takes.
+
+    Raises:
+        OptionError: it is no mapping. SchemaError: it holds something else that is not waived; names it.
+    """
+    if not isinstance(given, Mapping):
+        raise OptionError(
+            f"expected a torch.nn.Module, or a mapping from names to tensors; found {type(given).__name__}"
+        )
+    for name, value in given.items():
+        if not isinstance(name, str):
+            raise SchemaError(f"expected tensors by name, as text; found {name!r}")
+        require_text(name)
+        if not isinstance(value, kinds) and not waived(name, waive):
+            raise SchemaError(
+                f"{name}: expected {' or '.join(kind.__name__ for kind in kinds)}, found {type(value).__name__}: only "
+                f"tensors are kept in step; leave it out, or write waive=[{name!r}] if no engine needs it"
+            )
 
 
 def require_unflattened(module: torch.nn.Module) -> None:

@@ -11,7 +11,7 @@ import torch
 from dcr.errors import SchemaError
 from dcr.schema import misfit, waived
 from dcr.sources.peers import Peers
-from dcr.sources.state import beyond
+from dcr.sources.state import beyond, extras
 
 
 def require_waivable(
@@ -31,7 +31,7 @@ def require_waivable(
     known = list(entries) if waive else []
     unfit = _unfit(waive, [name for name, _ in known])
     if unfit and module is not None:
-        unfit = _unfit(unfit, beyond(module))
+        unfit = _unfit(unfit, [*beyond(module), *(name for name, _ in extras(module))])
     if peers is not None:  # a stage of a pipeline has some of the names; ranks without patterns have to take part
         unfit = _unfit_everywhere(unfit, peers)
     if unfit:

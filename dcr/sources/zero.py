@@ -20,7 +20,7 @@ from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
 from dcr.sources.mapped import MappedSource, Piece, shared, stored, united
 from dcr.sources.peers import Peers
 from dcr.sources.state import require_named
-from dcr.sources.tensors import Tied, named, require_plain, require_unflattened
+from dcr.sources.tensors import Tied, named, require_plain, require_tensors, require_unflattened
 from dcr.sources.waivers import require_waivable
 
 
@@ -57,10 +57,12 @@ def source(
         SchemaError: a tensor cannot be published, or ranks differ in what they have.
         LayoutError: over all ranks an element is held by nobody: a partition is missing, or of another size.
     """
+    waive = patterns(waive)
     if isinstance(weights, torch.nn.Module):
         require_unflattened(weights)
+    else:
+        require_tensors(weights, waive, kinds=(torch.Tensor, Partition))
     peers = Peers(group)
-    waive = patterns(waive)
     module = weights if isinstance(weights, torch.nn.Module) else None
     require_waivable(((name, key) for name, key, _, _ in _entries(weights, ())), waive, module, peers)
     if module is not None:
