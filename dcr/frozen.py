@@ -24,7 +24,8 @@ def frozen_tensors(patterns: Sequence[str], schema: Schema) -> frozenset[int]:
     """The tensors that fit some name patterns (as in fnmatch), as indices into a schema.
 
     Raises:
-        OptionError: these are no patterns. SchemaError: one fits no tensor, or only a further name of a tied one.
+        OptionError: these are no patterns. SchemaError: one fits no tensor; or of a tied one, a further name fits and
+            the first does not, so that it would not be frozen.
     """
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise OptionError(f"expected a sequence of name patterns, found {patterns!r}; write frozen=['model.base.*']")
@@ -35,6 +36,10 @@ def frozen_tensors(patterns: Sequence[str], schema: Schema) -> frozenset[int]:
             names = [(spec.name, *spec.aliases) for spec in schema.tensors]
             raise SchemaError(misfit(f"frozen={pattern!r}", pattern, names))
         found |= fits
+    for number, spec in enumerate(schema.tensors):
+        for pattern in () if number in found else patterns:
+            if any(fnmatchcase(name, pattern) for name in spec.aliases):
+                raise SchemaError(misfit(f"frozen={pattern!r}", pattern, [(spec.name, *spec.aliases)]))
     return frozenset(found)
 
 

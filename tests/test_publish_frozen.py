@@ -141,11 +141,21 @@ async def test_an_anchor_holds_what_is_frozen_and_engines_follow(tmp_path: objec
 
 
 SCHEMA = Schema((TensorSpec("a.weight", "float32", (2,), ("b.weight",)), TensorSpec("a.bias", "float32", (2,))))
+WITH_B = Schema((*SCHEMA.tensors, TensorSpec("b.bias", "float32", (2,))))
 
 
 def test_patterns_pick_tensors_by_name() -> None:
     assert frozen_tensors(["*.bias"], SCHEMA) == {1}
     assert frozen_tensors(["a.*"], SCHEMA) == {0, 1}
+
+
+def test_a_pattern_that_freezes_one_tensor_and_fits_a_further_name_of_another_is_refused() -> None:
+    with pytest.raises(SchemaError, match=r"fits b.weight, which is tied to a.weight and published under that name"):
+        frozen_tensors(["b.*"], WITH_B)
+
+
+def test_a_further_name_may_fit_a_pattern_where_the_first_one_is_frozen_by_another() -> None:
+    assert frozen_tensors(["b.*", "a.w*"], WITH_B) == {0, 2}
 
 
 @pytest.mark.parametrize(

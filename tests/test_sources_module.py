@@ -576,6 +576,21 @@ def test_a_dtype_for_a_further_name_of_a_tied_tensor_says_its_first(make: Callab
         make(tied_model(), dtype={"head.weight": "bfloat16"})
 
 
+@pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("dtype", [{"head.*": "bfloat16"}, {"head.*": "bfloat16", "embed.*": "float16"}])
+def test_a_dtype_that_fits_some_tensors_and_a_further_name_of_another_is_refused(
+    make: Callable[..., Any], dtype: dict[str, str]
+) -> None:
+    said = r"^dtype=\{'head.\*': ...\} fits head.weight, which is tied to embed.weight .*; write 'embed.weight'"
+    with pytest.raises(SchemaError, match=said):
+        make(tied_model(), dtype=dtype)
+
+
+def test_names_of_a_tied_tensor_may_get_one_dtype_by_two_patterns() -> None:
+    for patterns in ({"head.*": "bfloat16", "embed.*": "bfloat16"}, {"embed.*": "bfloat16"}, {"*.weight": "bfloat16"}):
+        assert dtypes(ModuleSource(tied_model(), dtype=patterns))["embed.weight"] == "bfloat16"
+
+
 def test_a_dtype_for_no_tensor_is_refused() -> None:
     with pytest.raises(SchemaError, match=r"^dtype=\{'haed': ...\} fits no tensor; names here are 'embed.weight'"):
         ModuleSource(tied_model(), dtype={"haed": "bfloat16"})

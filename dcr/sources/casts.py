@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -25,7 +25,7 @@ def named_dtypes(dtype: Dtypes, tensors: Sequence[Sequence[str]]) -> Named:
 
     Raises:
         OptionError: it is something else. SchemaError: no such dtype can be published, or a pattern fits no tensor, or
-            only a further name of a tied one, so that what it meant would stay as it is; names it.
+            a tied one is to be published in another dtype under a further name than under its first; names it.
     """
     if dtype is None or isinstance(dtype, (str, torch.dtype)):
         return None if dtype is None else _name(dtype)
@@ -37,7 +37,17 @@ def named_dtypes(dtype: Dtypes, tensors: Sequence[Sequence[str]]) -> Named:
     for pattern in dtype:
         if not any(fnmatchcase(names[0], pattern) for names in tensors):
             raise SchemaError(misfit(f"dtype={{{pattern!r}: ...}}", pattern, tensors))
-    return {pattern: _name(wanted) for pattern, wanted in dtype.items()}
+    asked = {pattern: _name(wanted) for pattern, wanted in dtype.items()}
+    for names in tensors:
+        for alias in names[1:]:
+            fit = _first_fit(alias, asked)
+            if fit is not None and asked[fit] != asked.get(_first_fit(names[0], asked) or ""):
+                raise SchemaError(misfit(f"dtype={{{fit!r}: ...}}", fit, [(names[0], alias)]))
+    return asked
+
+
+def _first_fit(name: str, patterns: Iterable[str]) -> str | None:
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
 
 
 def _name(dtype: str | torch.dtype) -> str:
@@ -51,10 +61,8 @@ def canonical_dtype(name: str, have: str, is_parameter: bool, dtype: Named) -> s
     """The dtype that a tensor of dtype `have` is published in."""
     if isinstance(dtype, str):
         return dtype if is_parameter and have == "float32" else have
-    for pattern, wanted in (dtype or {}).items():
-        if fnmatchcase(name, pattern):
-            return wanted
-    return have
+    pattern = _first_fit(name, dtype or {})
+    return have if dtype is None or pattern is None else dtype[pattern]
 
 
 def kind(name: str, have: str, wanted: str) -> int:
