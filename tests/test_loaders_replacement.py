@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from checkpoints import WEIGHTS, bound, install, load, new_version, save
 
+from dcr.loaders import replacement
 from dcr.loaders.checkpoint import entries_of
 from dcr.loaders.ownership import LOCK
+from dcr.loaders.replacement import ACL
 from dcr.stages import apply
 
 
@@ -112,6 +116,76 @@ def test_the_group_stays_where_the_owner_cannot(folder: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "fchown", refuse)
     refit(folder)
     assert {path.stat().st_gid for path in files(folder)} == {2345}
+    assert modes(folder) == {0o640}
+
+
+# ---------------------------------------------------------------------- access control lists, and what users attach
+
+USER, GROUP, MASK, OTHER, NAMED = 0x01, 0x04, 0x10, 0x20, 0x02
+NOBODY, DEFAULT = 0xFFFFFFFF, "system.posix_acl_default"
+
+
+def acl(*entries: tuple[int, int, int]) -> bytes:
+    """An access control list as Linux keeps it; entries: (tag, permissions, id)."""
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+
+# The owning group is not let in, the user 1234 is; the bits of `mode` where a group's are show the mask: 0o660.
+ALICE = acl((USER, 6, NOBODY), (NAMED, 6, 1234), (GROUP, 0, NOBODY), (MASK, 6, NOBODY), (OTHER, 0, NOBODY))
+
+
+@pytest.fixture
+def attributes(folder: Path) -> None:
+    try:
+        os.setxattr(folder, "user.dcr", b"")
+        os.setxattr(folder, ACL, os.getxattr(folder, ACL) if ACL in os.listxattr(folder) else ALICE)
+        os.removexattr(folder, ACL)
+    except OSError as error:
+        pytest.skip(f"the file system here has no lists: {error}")
+
+
+@pytest.mark.usefixtures("attributes")
+def test_its_access_control_list_and_what_users_attached_stay(folder: Path) -> None:
+    for path in files(folder):
+        os.setxattr(path, ACL, ALICE)
+        os.setxattr(path, "user.origin", b"hub")
+    refit(folder)
+    assert {os.getxattr(path, ACL) for path in files(folder)} == {ALICE}
+    assert {os.getxattr(path, "user.origin") for path in files(folder)} == {b"hub"}
+    assert modes(folder) == {0o660}
+
+
+@pytest.mark.usefixtures("attributes")
+def test_a_list_that_cannot_be_kept_lets_nobody_in_who_was_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in files(folder):
+        os.setxattr(path, ACL, ALICE)
+
+    def refused(*given: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "on purpose")
+
+    monkeypatch.setattr(os, "setxattr", refused)
+    refit(folder)
+    assert modes(folder) == {0o600}
+
+
+@pytest.mark.usefixtures("attributes")
+def test_a_list_for_another_group_lets_it_in_as_all_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_in = acl((USER, 6, NOBODY), (NAMED, 6, 1234), (GROUP, 6, NOBODY), (MASK, 6, NOBODY), (OTHER, 4, NOBODY))
+    for path in files(folder):
+        os.setxattr(path, ACL, let_in)
+    monkeypatch.setattr(replacement, "_chown", lambda *given: False)
+    refit(folder)
+    wanted = acl((USER, 6, NOBODY), (NAMED, 6, 1234), (GROUP, 4, NOBODY), (MASK, 6, NOBODY), (OTHER, 4, NOBODY))
+    assert {os.getxattr(path, ACL) for path in files(folder)} == {wanted}
+
+
+@pytest.mark.usefixtures("attributes")
+def test_a_file_without_a_list_gets_none_from_its_directory(folder: Path) -> None:
+    for path in files(folder):
+        path.chmod(0o640)
+    os.setxattr(folder, DEFAULT, ALICE)
+    refit(folder)
+    assert not [path for path in files(folder) if ACL in os.listxattr(path)]
     assert modes(folder) == {0o640}
 
 

@@ -1,4 +1,7 @@
-"""Files that will replace others: written beside them, and given the permissions and the owner of what they replace."""
+"""Files that will replace others: written beside them, and given the permissions and the owner of what they replace.
+
+Lists of access control are kept where the file system has them, and so is what users attached (`user.*`).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,19 @@ import mmap
 import os
 import shutil
 import stat
+import struct
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 Octets = NDArray[np.uint8]
+
+# Where Linux keeps a POSIX access control list, as in linux/posix_acl_xattr.h; tags of the owning group and the mask.
+ACL = "system.posix_acl_access"
+GROUP, MASK = 0x04, 0x10
 
 
 class Copy:
@@ -69,19 +79,56 @@ def create(target: Path) -> int:
 def finish(descriptor: int, source: Path, fsync: bool) -> None:
     """Give a file that is complete the permissions of `source`, and its owner and group where the system lets us."""
     try:
-        _adopt(descriptor, source.stat())
+        _adopt(descriptor, source)
         if fsync:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _adopt(descriptor: int, like: os.stat_result) -> None:
+def _adopt(descriptor: int, source: Path) -> None:
+    like, attributes = source.stat(), _attributes(source)
+    acl = attributes.pop(ACL, b"")
     mode = stat.S_IMODE(like.st_mode) & 0o777
+    if acl:  # what its mode shows as the group's are those that its list lets in at most
+        mode = mode & 0o707 | (_permissions(acl, GROUP) & _permissions(acl, MASK)) << 3
     if not _chown(descriptor, like.st_uid, like.st_gid) and not _chown(descriptor, -1, like.st_gid):
         mode = mode & 0o707 | (mode & 0o007) << 3  # another group than the one that was let in: it gets what all get
+        acl = _with_group(acl, mode & 0o007)
+    if ACL in _attributes(descriptor):  # inherited from its directory, by whose names others would be let in
+        os.removexattr(descriptor, ACL)
     if mode != stat.S_IMODE(os.fstat(descriptor).st_mode):  # where a mount gives all files one mode, it stays
         os.fchmod(descriptor, mode)
+    for name, value in (*attributes.items(), *([(ACL, acl)] if acl else [])):
+        with suppress(OSError):  # not every file system has them, nor room for them
+            os.setxattr(descriptor, name, value)
+
+
+def _attributes(file: Path | int) -> dict[str, bytes]:
+    """The access control list of a file, and what users have attached to it, where the system has such."""
+    if sys.platform != "linux":
+        return {}
+    try:
+        names = [name for name in os.listxattr(file) if name == ACL or name.startswith("user.")]
+        return {name: os.getxattr(file, name) for name in names}
+    except OSError:
+        return {}
+
+
+def _entries(acl: bytes) -> list[tuple[int, int, int]]:
+    """(tag, permissions, id) of each entry; four bytes that say the version come before."""
+    return list(struct.iter_unpack("<HHI", acl[4:]))
+
+
+def _permissions(acl: bytes, tag: int) -> int:
+    """What the first entry of a tag lets in; all, if there is none."""
+    return next((permissions for found, permissions, _ in _entries(acl) if found == tag), 0o7)
+
+
+def _with_group(acl: bytes, permissions: int) -> bytes:
+    """The same list with other permissions for the owning group."""
+    entries = [(tag, permissions if tag == GROUP else given, who) for tag, given, who in _entries(acl)]
+    return acl[:4] + b"".join(struct.pack("<HHI", *entry) for entry in entries)
 
 
 def _chown(descriptor: int, user: int, group: int) -> bool:
