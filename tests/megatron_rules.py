@@ -69,7 +69,7 @@ def cut(whole: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[str, to
 
 def _split(tensor: torch.Tensor, geometry: Geometry, rows: tuple[int, ...]) -> list[list[torch.Tensor]]:
     """By part, every rank's rows of it."""
-    by_rank = megatron._gathered(tensor, geometry.tp)
+    by_rank = megatron.gathered(tensor, geometry.tp)
     return [list(part) for part in zip(*(one.split([n // len(by_rank) for n in rows]) for one in by_rank), strict=True)]
 
 

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import hooks
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from refits import FAST
 from sharded import Net, canonical, fsdp, train
+from switches import callers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -113,7 +115,11 @@ def trained(layout: Callable[[nn.Module], None], rows: int, out: int, dtype: str
     """Real steps, each published while nobody touches the weights, and followed by an engine."""
     side, where = Side(layout, rows, out, dtype), folder()
     differ, reports, spent = [], [], []
-    with side.publisher(where) as publisher, side.engine(where) as versions:
+    with (
+        callers(hooks.BASELINE_FOLD) as baselines,
+        side.publisher(where) as publisher,
+        side.engine(where) as versions,
+    ):
         for version in (1, 2, 3):
             publisher.captured()
             train(side.net, steps=2, lr=1e-4)
@@ -126,7 +132,8 @@ def trained(layout: Callable[[nn.Module], None], rows: int, out: int, dtype: str
             reports.append((report.is_anchor, report.chunks, report.changed, report.elements))
         gathered_bytes = report.gathered_bytes
     owned = sum(shard.box.numel for shard in side.source.shards)
-    frames = publisher._publisher._part.baseline._frames
+    (baseline,) = baselines
+    frames = map(baseline.base, range(len(baseline.layout.frames)))
     held = sum(len(bits) for bits in frames if bits is not None)
     return {
         "differ": differ,
@@ -188,7 +195,7 @@ def faulty() -> dict[str, Any]:
                 differ += side.differ(versions, side.full())
                 again[version] = report.sent_again
     with side.publisher(where) as publisher, side.engine(where) as versions:
-        resumed = publisher._publisher.version
+        resumed = publisher.version
         differ += side.differ(versions, side.full())
         train(side.net, steps=1)
         report = publisher.publish().committed()
@@ -281,7 +288,7 @@ def parted(
                 objects += [before, sum(1 for path in where.rglob("*") if "2" in path.name)]
             else:
                 differ += side.differ(versions, side.full())
-    return {"told": told, "differ": differ, "objects": objects, "version": publisher._publisher.version}
+    return {"told": told, "differ": differ, "objects": objects, "version": publisher.version}
 
 
 def copies() -> dict[str, dict[str, Any]]:

@@ -140,17 +140,17 @@ def all_of(cases: list[tuple[str, tuple[Any, ...]]]) -> dict[str, dict[str, Any]
 
 def misplaced() -> dict[str, Any]:
     """As `trained`, when the map takes strided shards for plain ones: the certificate has to notice."""
-    honest = dtensor._along
+    honest = dtensor.along
 
     def along(placement: Any, d: int) -> Any:
         plain = Shard(0) if getattr(placement, "dim", None) == d else Replicate()
         return plain if hasattr(placement, "split_factor") else honest(placement, d)
 
-    dtensor._along = along
+    dtensor.along = along
     try:
         return trained(fsdp_tp, 8, 5)
     finally:
-        dtensor._along = honest
+        dtensor.along = honest
 
 
 def rebound() -> dict[str, Any]:

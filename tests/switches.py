@@ -71,6 +71,24 @@ def together(*switches: Switch) -> Switch:
     return Switch(tuple(hook for switch in switches for hook in switch.hooks), lambda: off(switches))
 
 
+@contextmanager
+def callers(hook: Hook) -> Iterator[list[Any]]:
+    """The objects on which a method is called meanwhile, each once."""
+    seen: list[Any] = []
+
+    @becomes(hook)
+    def noted(method: Any) -> Any:
+        def note(self: Any, *args: Any, **named: Any) -> Any:
+            if not any(self is other for other in seen):
+                seen.append(self)
+            return method(self, *args, **named)
+
+        return note
+
+    with noted():
+        yield seen
+
+
 # ---------------------------------------------------------------------- accidents
 
 

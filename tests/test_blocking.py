@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from test_ends import weights
 
 import dcr.blocking
 from dcr.errors import DcrError, OptionError, StateError, TimedOut
+from dcr.publish.part import Part
 
 
 def publisher_of(url: str, module: Weights, **options: Any) -> dcr.blocking.publisher:
@@ -125,16 +127,17 @@ class Interrupted(BaseException):
 
 @pytest.fixture
 def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Interrupt a blocking call: its wait for the result raises; `once` waits for what is to have happened before."""
+    """Interrupt a blocking call: its wait for the result raises, at once or after its work is done."""
 
     start = BlockingPortal.start_task_soon
 
-    def interrupt(call: Callable[[], object], once: Callable[[], object]) -> None:
+    def interrupt(call: Callable[[], object], *, done: bool = False) -> None:
         def started(*args: Any, **options: Any) -> Any:
             future = start(*args, **options)
 
             def result() -> Any:
-                once()
+                if done:
+                    wait([future])
                 raise Interrupted
 
             future.result = result  # type: ignore[method-assign, assignment]
@@ -150,14 +153,9 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def test_a_version_whose_wait_was_interrupted_is_offered_again(ends: Any, interrupt: Any) -> None:
     trainer, publisher, engine, versions = ends
-    interrupt(versions.next, lambda: None)  # before there is one
+    interrupt(versions.next)  # before there is one
     refit = publisher.publish(1)
-
-    def until_offered() -> None:
-        while versions._subscriber.offered is None:
-            threading.Event().wait(0.001)
-
-    interrupt(versions.next, until_offered)
+    interrupt(versions.next, done=True)
     next(versions).install()
     assert refit.installed()["m"].said == "installed"
     require_equal(engine, state(trainer))
@@ -166,7 +164,7 @@ def test_a_version_whose_wait_was_interrupted_is_offered_again(ends: Any, interr
 def test_an_interrupted_install_returns_once_the_weights_are_whole(ends: Any, interrupt: Any) -> None:
     trainer, publisher, engine, versions = ends
     refit = publisher.publish(1)
-    interrupt(next(versions).install, lambda: None)
+    interrupt(next(versions).install)
     require_equal(engine, state(trainer))
     assert refit.installed()["m"].said == "installed"
 
@@ -174,11 +172,11 @@ def test_an_interrupted_install_returns_once_the_weights_are_whole(ends: Any, in
 def test_an_interrupted_publish_or_wait_leaves_the_publisher_usable(ends: Any, interrupt: Any) -> None:
     trainer, publisher, engine, versions = ends
     first = publisher.publish(1)
-    interrupt(lambda: publisher.joined(5), lambda: None)
-    interrupt(first.installed, lambda: None)
+    interrupt(lambda: publisher.joined(5))
+    interrupt(first.installed)
     next(versions).install()
     change(trainer, 3)
-    interrupt(lambda: publisher.publish(2), lambda: None)
+    interrupt(lambda: publisher.publish(2))
     assert publisher.publish(2).committed().version == 2
     next(versions).install()
     require_equal(engine, state(trainer))
@@ -186,12 +184,7 @@ def test_an_interrupted_publish_or_wait_leaves_the_publisher_usable(ends: Any, i
 
 def test_a_publish_that_was_interrupted_once_it_had_begun_returns_when_repeated(ends: Any, interrupt: Any) -> None:
     publisher = ends[1]
-
-    def until_begun() -> None:
-        while publisher._begun is None:
-            threading.Event().wait(0.001)
-
-    interrupt(lambda: publisher.publish(1), until_begun)
+    interrupt(lambda: publisher.publish(1), done=True)
     assert publisher.publish(1).committed().version == 1
     with pytest.raises(StateError, match="version 1 is not new"):
         publisher.publish(1)
@@ -256,11 +249,13 @@ async def fail(*args: Any) -> None:
     raise ZeroDivisionError("on purpose")
 
 
-def test_a_version_that_fails_while_nobody_waits_for_it_is_logged(ends: Any, caplog: Any) -> None:
+def test_a_version_that_fails_while_nobody_waits_for_it_is_logged(
+    ends: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publisher = ends[1]
-    publisher._publisher._flights._part.ship = fail
+    monkeypatch.setattr(Part, "ship", fail)
     refit = publisher.publish(1)
-    while not refit._refit.ended:
+    while not caplog.records:
         threading.Event().wait(0.001)
     (record,) = caplog.records
     assert record.name == "dcr"
@@ -269,14 +264,15 @@ def test_a_version_that_fails_while_nobody_waits_for_it_is_logged(ends: Any, cap
         refit.committed()
 
 
-def test_an_error_that_was_raised_is_not_raised_again_where_it_is_not_asked_for(ends: Any, tmp_path: Path) -> None:
+def test_an_error_that_was_raised_is_not_raised_again_where_it_is_not_asked_for(
+    ends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publisher = ends[1]
-    part = publisher._publisher._flights._part
-    ship, part.ship = part.ship, fail
-    refit = publisher.publish(1)
-    with pytest.raises(ZeroDivisionError):
-        refit.committed()
-    part.ship = ship
+    with monkeypatch.context() as patch:
+        patch.setattr(Part, "ship", fail)
+        refit = publisher.publish(1)
+        with pytest.raises(ZeroDivisionError):
+            refit.committed()
     publisher.captured()
     refit.captured()
     with pytest.raises(ZeroDivisionError):  # there is nothing else to return

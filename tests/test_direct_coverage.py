@@ -39,7 +39,7 @@ def rules(c: Config) -> Sequence[Rule]:
         """Each part is cut by rows over ranks on its own, then a rank's parts are put together."""
 
         def gathered(tensor: torch.Tensor, geometry: Geometry) -> megatron.Parts:
-            split = [one.split([n // RANKS for n in extents]) for one in megatron._gathered(tensor, geometry.tp)]
+            split = [one.split([n // RANKS for n in extents]) for one in megatron.gathered(tensor, geometry.tp)]
             yield 0, [torch.cat([one[i] for i in range(len(extents)) for one in split])]
 
         return gathered
@@ -82,7 +82,7 @@ class Together:
     def __init__(self, c: Config, patch: pytest.MonkeyPatch) -> None:
         self._config, self._rules = c, rules(c)
         self._siblings: list[torch.Tensor] = []
-        patch.setattr(megatron, "_gathered", lambda tensor, group: self._siblings if group else [tensor])
+        patch.setattr(megatron, "gathered", lambda tensor, group: self._siblings if group else [tensor])
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         c = self._config

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 import torch
@@ -151,7 +152,8 @@ class Failing:
         await self.life.open()
         self.fail.set()
         with anyio.fail_after(5):
-            await self.life._ended.wait()
+            while self.life.is_open:
+                await anyio.lowlevel.checkpoint()
 
 
 async def test_what_ended_an_end_is_raised_when_it_is_closed_and_once() -> None:

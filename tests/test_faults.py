@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import hooks
 import msgspec
 import numpy as np
 import pytest
 import torch
 from refits import FAST, Rollout, Weights, empty_like, publish, require_equal, running, said, set_bits, state
+from switches import callers
 
 import dcr
 from dcr.errors import (
@@ -225,10 +227,11 @@ async def test_a_corrupt_baseline_is_found_before_a_member_is_blamed(
         dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
     ):
         await publisher.joined(1)
-        await publish(publisher, 1)
+        with callers(hooks.BASELINE_FOLD) as baselines:
+            await publish(publisher, 1)
         await rollout.reached(1)
         touch(trainer, 2)
-        publisher._part.baseline.base(0)[2] ^= 1  # an element that version 2 changes
+        baselines[0].base(0)[2] ^= 1  # an element that version 2 changes
         with pytest.raises(DigestMismatch, match="the baseline: 1 of 1 tensors differ: w"):
             await publish(publisher, 2)
         report = await publish(publisher, 3)

@@ -14,7 +14,7 @@ from bent import Bent, kit_tests, replacing
 from refits import Weights
 
 import dcr
-from dcr.errors import SchemaError
+from dcr.errors import SchemaError, StateError
 from dcr.frames import Layout
 from dcr.patch import Change, Operation
 from dcr.ready import Ready, Write
@@ -143,14 +143,19 @@ def _anything_goes(engine: Engine, loader: Loader) -> Bent:
 def _unbinding(engine: Engine, loader: Loader) -> Bent:
     """A binding that is refused takes the one before it along."""
 
-    def bind(straight: Any, layout: Layout) -> None:
-        try:
-            straight.bind(layout)
-        except SchemaError:
-            straight._placement = None
-            raise
+    refused: list[Layout] = []
 
-    return replacing(bind=bind)(loader)
+    def bind(straight: Loader, layout: Layout) -> None:
+        refused[:] = [layout]
+        straight.bind(layout)
+        refused.clear()
+
+    def prepare(straight: Loader, frame: int, change: Change) -> Ready:
+        if refused:
+            raise StateError("nothing is bound")
+        return straight.prepare(frame, change)
+
+    return replacing(bind=bind, prepare=prepare)(loader)
 
 
 def _nameless(engine: Engine, loader: Loader) -> Bent:
@@ -164,9 +169,12 @@ def _nameless(engine: Engine, loader: Loader) -> Bent:
 
 
 def _bound_once(engine: Engine, loader: Loader) -> Bent:
-    def bind(straight: Any, layout: Layout) -> None:
-        if straight._placement is None:
+    bound: list[Layout] = []
+
+    def bind(straight: Loader, layout: Layout) -> None:
+        if not bound:
             straight.bind(layout)
+            bound.append(layout)
 
     return replacing(bind=bind)(loader)
 

@@ -269,23 +269,24 @@ def test_a_forked_child_is_refused_and_leaves_its_parents_files_alone(folder: Pa
 
 @FORKED
 def test_a_forked_child_does_not_hold_the_lock_of_a_parent_that_is_gone(folder: Path) -> None:
-    loader = bound(folder)
     (reader, writer), (began, begin) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(begin, b"x")
-        os.close(writer)
-        os.read(reader, 1)  # until the parent has seen that it is free
-        os._exit(0)
-    try:
+    parent = os.fork()
+    if parent == 0:
+        owning = bound(folder)
+        if os.fork() == 0:
+            os.write(begin, b"x")
+            os.close(writer)
+            os.read(reader, 1)  # until it has been seen that the lock is free
+            os._exit(0)
         os.read(began, 1)
-        loader._ownership._finalizer.detach()  # type: ignore[union-attr]
-        os.close(loader._ownership._descriptor)  # type: ignore[union-attr]  # as when a process is killed
+        os.kill(os.getpid(), signal.SIGKILL)
+        owning.release()
+    try:
+        os.waitpid(parent, 0)
         bound(folder)
     finally:
         for descriptor in (writer, reader, began, begin):
             os.close(descriptor)
-        os.waitpid(child, 0)
 
 
 # ---------------------------------------------------------------------- readers, and members of a run
@@ -368,9 +369,9 @@ def test_a_reader_whose_files_are_removed_meanwhile_reads_again(
     monkeypatch.setattr(verify, "entries_of", entries_of_a_while_ago)
     if replacements == verify.READS:
         with pytest.raises(StateError, match=f"was replaced {replacements} times while it was being read; try again"):
-            verify._digest(tmp_path, layout, ())
+            verify.digest_of(tmp_path, layout, ())
     else:
-        assert np.array_equal(verify._digest(tmp_path, layout, ()), loader.digest())
+        assert np.array_equal(verify.digest_of(tmp_path, layout, ()), loader.digest())
     assert next(steps, None) is None
 
 
@@ -378,7 +379,7 @@ def test_a_lock_file_that_went_before_it_was_locked_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last owner removes it under its lock: whoever had opened it by then would hold the lock of no file."""
-    lock, gone = ownership._lock, list[Path]()
+    lock, gone = ownership.lock, list[Path]()
 
     def lock_late(path: Path, descriptor: int) -> None:
         if not gone:
@@ -386,7 +387,7 @@ def test_a_lock_file_that_went_before_it_was_locked_is_made_anew(
             path.unlink()
         lock(path, descriptor)
 
-    monkeypatch.setattr(ownership, "_lock", lock_late)
+    monkeypatch.setattr(ownership, "lock", lock_late)
     owner = ownership.claim(tmp_path)
     owner.require()
     with pytest.raises(StateError, match="another loader of this process"):

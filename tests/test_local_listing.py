@@ -99,7 +99,7 @@ def test_a_list_is_made_anew_once_something_changed(tmp_path: Path, clock: Clock
 def test_two_changes_within_one_tick_of_the_file_system_are_both_seen(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "_stamp", lambda _: (1, 1, 1))
+    monkeypatch.setattr(listing, "stamp_of", lambda _: (1, 1, 1))
     attempts = Listing(tmp_path)
     for version in (1, 2):
         attempt(tmp_path, version)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from types import SimpleNamespace
 
+import hooks
 import numpy as np
 import pytest
 import torch
 from refits import Rollout, publish, require_equal, running, state
+from switches import callers
 from torch import nn
 
 import dcr
@@ -97,8 +99,9 @@ async def test_a_version_without_a_base_compares_all_that_is_frozen_with_what_wa
     model = Adapted()
     async with publishing(model) as publisher:
         step(model)
-        await publish(publisher, 1)
-        publisher._part.baseline.clear()  # as when its memory was found to have rotted
+        with callers(hooks.BASELINE_FOLD) as baselines:
+            await publish(publisher, 1)
+        baselines[0].clear()  # as when its memory was found to have rotted
         model.base.data[element] += 1
         for version in (2, 3):
             with pytest.raises(FrozenChanged, match="base must not change"):
@@ -113,10 +116,13 @@ async def test_what_is_frozen_is_what_the_run_holds_when_a_publisher_goes_on_fro
     model, transport = Adapted(), MemoryTransport()
     for version in (0, 1):
         source = dcr.source(model, frozen=["base"])
-        async with dcr.publisher(URL, source=source, transport=transport, frame_elems=FRAME) as publisher:
+        publisher = dcr.publisher(URL, source=source, transport=transport, frame_elems=FRAME)
+        with callers(hooks.BASELINE_ADOPT) as baselines:
+            await publisher.open()
+        async with aclosing(publisher):
             if version:
                 assert publisher.version == 0
-                publisher._part.baseline.clear()
+                baselines[0].clear()
                 model.base.data[3] += 1
                 with pytest.raises(FrozenChanged, match="base must not change"):
                     await publish(publisher, version)

@@ -20,6 +20,7 @@ from torch import nn
 
 import dcr.blocking
 from dcr.errors import CopiesDiffer, StorageRebound
+from dcr.publish.part import Part
 from dcr.sources import probe, zero
 from dcr.sources.bits import bits_of
 from dcr.sources.module import ModuleSource
@@ -141,7 +142,7 @@ class Kept(list[Any]):
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["captured", "given up"])
-def test_no_storage_is_kept_between_two_versions(tmp_path: Path, fails: bool) -> None:
+def test_no_storage_is_kept_between_two_versions(tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     source, lent = ModuleSource(nn.Linear(3, 3)), list[weakref.ref[Kept]]()
     borrow = source.storages
 
@@ -153,7 +154,7 @@ def test_no_storage_is_kept_between_two_versions(tmp_path: Path, fails: bool) ->
     source.storages = lend  # type: ignore[method-assign]
     with dcr.blocking.publisher(f"local://{tmp_path}", source=source, transport=FAST) as publisher:
         if fails:
-            publisher._publisher._flights._part.look = fail  # type: ignore[union-attr]
+            monkeypatch.setattr(Part, "look", fail)
         refit = publisher.publish(1)
         with pytest.raises(ZeroDivisionError) if fails else nullcontext():
             refit.committed()
@@ -163,5 +164,5 @@ def test_no_storage_is_kept_between_two_versions(tmp_path: Path, fails: bool) ->
         assert [storages() for storages in lent] == [None] * len(lent)
 
 
-async def fail() -> None:
+async def fail(part: Part) -> None:
     raise ZeroDivisionError

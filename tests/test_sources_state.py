@@ -262,7 +262,7 @@ def test_pre_hooks_are_not_run() -> None:
 
 def test_plain_layers_are_told_without_running_anything_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr("dcr.sources.state._saved", lambda module: calls.append("saved") or {})
+    monkeypatch.setattr("dcr.sources.state.saved_by", lambda module: calls.append("saved") or {})
     require_named(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2), nn.MultiheadAttention(2, 1)))
     assert not calls
 

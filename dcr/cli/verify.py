@@ -52,7 +52,7 @@ async def examine(url: str, folder: Path, *, waive: tuple[str, ...] = ()) -> Rep
             raise NoRun(f"no stored version at {url}: nothing has been committed there, or the path is wrong")
         newest = Stored(*await run.store.describe(head.identity))
         layout = frames.decode(newest.opened.body)
-        found = await anyio.to_thread.run_sync(_digest, folder, layout, waive)
+        found = await anyio.to_thread.run_sync(digest_of, folder, layout, waive)
         root = digest.root(found)
         holds = await _version_of(run.store, head.identity, root)
     _, target, _ = sealed_digests(newest.seal, newest.sealed.body, layout)
@@ -61,7 +61,7 @@ async def examine(url: str, folder: Path, *, waive: tuple[str, ...] = ()) -> Rep
     return Report(url, str(folder), head.identity.version, holds, root.hex(), names, waive)
 
 
-def _digest(folder: Path, layout: Layout, waive: tuple[str, ...]) -> Lanes:
+def digest_of(folder: Path, layout: Layout, waive: tuple[str, ...]) -> Lanes:
     """The digests of a checkpoint that its owner may be replacing meanwhile: of one version or the next."""
     for _ in range(READS):
         stamp = stamp_of(folder)

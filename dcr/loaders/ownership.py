@@ -96,7 +96,7 @@ def claim(folder: Path) -> Ownership:
     while True:
         descriptor = _open(path)
         try:
-            _lock(path, descriptor)
+            lock(path, descriptor)
             if _is_at(path, descriptor):  # else its last owner removed it before it was locked here
                 owner = _this_process()
                 os.ftruncate(descriptor, 0)
@@ -118,7 +118,7 @@ def _open(path: Path) -> int:
         ) from error
 
 
-def _lock(path: Path, descriptor: int) -> None:
+def lock(path: Path, descriptor: int) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

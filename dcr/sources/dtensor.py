@@ -176,13 +176,13 @@ def _boxes(tensor: torch.Tensor) -> list[Box]:
 
 def _line(tensor: DTensor, d: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """The global indices along dimension d that this rank holds, in its order."""
-    placements = [_along(placement, d) for placement in tensor.placements]
+    placements = [along(placement, d) for placement in tensor.placements]
     indices = torch.arange(tensor.shape[d], device=tensor.device)
     return distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None).to_local().cpu().numpy()
 
 
-def _along(placement: Placement, d: int) -> Placement:
-    """A placement as it acts on one dimension alone."""
+def along(placement: Placement, d: int) -> Placement:
+    """Reduce a placement to what it does to one dimension."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(0, split_factor=placement.split_factor) if placement.dim == d else Replicate()
     if isinstance(placement, Shard) and placement.dim == d:

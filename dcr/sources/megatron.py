@@ -186,20 +186,20 @@ def _whole(tensor: torch.Tensor, _: Geometry) -> Parts:
 
 
 def _row(tensor: torch.Tensor, geometry: Geometry) -> Parts:
-    yield 0, [torch.cat(_gathered(tensor, geometry.tp), 1)]
+    yield 0, [torch.cat(gathered(tensor, geometry.tp), 1)]
 
 
 def _column(tensor: torch.Tensor, geometry: Geometry) -> Parts:
-    yield 0, [torch.cat(_gathered(tensor, geometry.tp), 0)]
+    yield 0, [torch.cat(gathered(tensor, geometry.tp), 0)]
 
 
 def _vocab(tensor: torch.Tensor, geometry: Geometry) -> Parts:
-    yield 0, [torch.cat(_gathered(tensor, geometry.tp), 0)[: geometry.vocab_size]]
+    yield 0, [torch.cat(gathered(tensor, geometry.tp), 0)[: geometry.vocab_size]]
 
 
 def _qkv(tensor: torch.Tensor, geometry: Geometry) -> Parts:
     """Per group: Q query heads, a key head, a value head; cut evenly over ranks, if need be within a group."""
-    together = torch.cat(_gathered(tensor, geometry.tp), 0)
+    together = torch.cat(gathered(tensor, geometry.tp), 0)
     heads = geometry.query_heads // geometry.kv_groups
     groups = together.view(geometry.kv_groups, heads + 2, -1, *tensor.shape[1:])  # [G, Q + 2, D, ...]
     parts = groups[:, :heads], groups[:, heads], groups[:, heads + 1]
@@ -215,7 +215,7 @@ def _expert_gated(tensor: torch.Tensor, geometry: Geometry) -> Parts:
 
 
 def _expert_row(tensor: torch.Tensor, geometry: Geometry) -> Parts:
-    yield 0, [torch.cat(_gathered(tensor, geometry.etp), 1)]
+    yield 0, [torch.cat(gathered(tensor, geometry.etp), 1)]
 
 
 def _experts_in(tensor: torch.Tensor, geometry: Geometry) -> Parts:
@@ -229,7 +229,7 @@ def _experts_out(tensor: torch.Tensor, geometry: Geometry) -> Parts:
     """All local experts in one tensor whose memory is [experts, ff, hidden]."""
     experts = geometry.experts // geometry.ep_size
     for expert, one in enumerate(tensor.view(experts, -1, tensor.shape[1])):
-        yield expert, [torch.cat(_gathered(one.t().contiguous(), geometry.etp), 1)]
+        yield expert, [torch.cat(gathered(one.t().contiguous(), geometry.etp), 1)]
 
 
 WAYS: Mapping[str, Way] = {
@@ -248,12 +248,12 @@ WAYS: Mapping[str, Way] = {
 
 def _halves(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """Gate and up: each rank holds its part of the one, then its part of the other."""
-    parts = [part.chunk(2) for part in _gathered(tensor, group)]
+    parts = [part.chunk(2) for part in gathered(tensor, group)]
     return [torch.cat([part[half] for part in parts]) for half in (0, 1)]
 
 
-def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Every rank's tensor, by rank."""
+def gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Gather every rank's tensor, by rank."""
     size = dist.get_world_size(group) if group is not None else 1
     if size == 1:
         return [tensor]

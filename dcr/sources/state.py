@@ -102,7 +102,7 @@ def beyond(module: Module) -> dict[str, str]:
         known = {_storage(tensor) for tensor in own.values()}
         return {
             name: _what(value)
-            for name, value in _saved(module).items()
+            for name, value in saved_by(module).items()
             if name not in own and value is not None and (_storage(value) is None or _storage(value) not in known)
         }
 
@@ -130,7 +130,7 @@ def _tensors(part: Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield prefix + name, tensor
 
 
-def _saved(module: Module) -> Mapping[str, Any]:
+def saved_by(module: Module) -> Mapping[str, Any]:
     saved: OrderedDict[str, Any] = OrderedDict()
     saved._metadata = OrderedDict()  # type: ignore[attr-defined]  # hooks look for it
     whole: Mapping[str, Any] = _save(module, "", saved)

@@ -32,7 +32,7 @@ class Listing:
         return max(self._now(), default=-1)
 
     def _now(self) -> Mapping[int, Sequence[Path]]:
-        stamp, now_s = _stamp(self._folder), time.monotonic()
+        stamp, now_s = stamp_of(self._folder), time.monotonic()
         if stamp != self._stamp:
             self._stamp, self._seen_s = stamp, now_s
         if self._listed_s < self._seen_s + TICK_S:
@@ -43,7 +43,7 @@ class Listing:
         return self._versions
 
 
-def _stamp(folder: Path) -> tuple[int, int, int]:
+def stamp_of(folder: Path) -> tuple[int, int, int]:
     """What changes whenever a name is added or removed; zeros if there is no folder."""
     try:
         found = folder.stat()
