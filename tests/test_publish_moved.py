@@ -6,12 +6,15 @@ Both orders in which scripts of one process call the two ends are tried: nobody 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import pytest
 import torch
 from publishing import Plain
@@ -24,6 +27,7 @@ from dcr.publish.part import Part
 from dcr.sources import probe, zero
 from dcr.sources.bits import bits_of
 from dcr.sources.module import ModuleSource
+from dcr.testing.memory import MemoryTransport
 
 pytestmark = pytest.mark.timeout(60)
 Weights = dict[str, torch.Tensor]
@@ -166,3 +170,36 @@ def test_no_storage_is_kept_between_two_versions(tmp_path: Path, fails: bool, mo
 
 async def fail(part: Part) -> None:
     raise ZeroDivisionError
+
+
+class Held:
+    """A source that is bound once a test says so."""
+
+    def __init__(self, source: ModuleSource) -> None:
+        self._source = source
+        self.schema, self.shards, self.residual = source.schema, source.shards, source.residual
+        self.asked, self.may = threading.Event(), threading.Event()
+
+    def storages(self) -> Any:
+        self.asked.set()
+        assert self.may.wait(30)
+        return self._source.storages()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("version", [7, None], ids=["the same number", "no number"])
+async def test_a_publish_that_was_given_up_is_returned_for_its_number_and_else_the_next_version_begins(
+    version: int | None,
+) -> None:
+    source = Held(ModuleSource(nn.Linear(2, 2)))
+    async with dcr.publisher("memory:///run", source=source, transport=MemoryTransport()) as publisher:
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(publisher.publish, version)
+                await anyio.to_thread.run_sync(source.asked.wait)
+                scope.cancel()
+        source.may.set()
+        refit = await publisher.publish(version)
+        assert refit.version == (1 if version is None else version)
+        assert (await refit.committed()).is_anchor == (version is not None)  # without, version 0 is its base

@@ -148,7 +148,8 @@ class Publisher:
         Storage that moved since the last version is looked up here, on all ranks.
 
         version: greater than every one before it; None takes the next number. Do not change the weights before
-        `captured()` returns. A call that is given up may have begun the version: the same call returns it then.
+        `captured()` returns. A call that is given up may have begun a version, of the weights as they were: a call with
+        the same number returns that one, and a call without a number begins the next, of the weights as they are.
 
         Raises:
             OptionError: the number is no int. StateError: it was used, or is none of a version; or the publisher is not
