@@ -28,8 +28,9 @@ import torch
 import dcr
 from dcr.baseline import Baseline
 from dcr.codec import GAPS
+from dcr.events import Event, StageWorked
 from dcr.frames import Layout, SourceFrame, plan
-from dcr.observe import Event, Observer, Summary, ignore
+from dcr.observe import Observer, Summary, ignore
 from dcr.patch import Operation, Patch
 from dcr.stages.compress import Compress, Parcel
 from dcr.stages.construct import Construct
@@ -139,9 +140,9 @@ async def measure(trainer: Trainer, rounds: int, trace: Path | None) -> dict[str
 def constructed_within_transfer(events: list[Event]) -> int:
     """How many frames N + 1 were being constructed while frame N, or one before it, was being sent."""
     spans = {
-        (event.stage, event.frame): (event.at_s - (event.work_s or 0) - (event.blocked_s or 0), event.at_s)
+        (event.stage, event.frame): (event.at_s - event.work_s - event.blocked_s, event.at_s)
         for event in events
-        if event.name == "worked"
+        if isinstance(event, StageWorked)
     }
     sent = [span for (stage, _), span in spans.items() if stage == "transfer"]
     made = [span for (stage, frame), span in spans.items() if stage == "construct" and frame]

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from dcr import plugins
 from dcr.budget import ByteBudget, GiB, MiB
 from dcr.errors import DcrError
+from dcr.events import Event
 from dcr.frozen import FrozenSource
-from dcr.observe import Event, Summary
+from dcr.observe import Summary
 from dcr.patch import Operation, Patch
 from dcr.pipeline import DROP, FunctionStage, Inbox, Outbox, Pipeline, stage
 from dcr.publish import Answer, Publisher, Refit, Report

@@ -1,4 +1,4 @@
-"""What happened, as values: events for observers, and statistics of a pipeline's stages.
+"""Observers of events (`dcr.events`), and statistics of a pipeline's stages.
 
 An observer is a plain callable that takes an `Event`. It runs on the event loop, so it must return at once; what it
 raises is the caller's bug and reaches the caller.
@@ -8,32 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Concatenate, ParamSpec
 
+from dcr.events import Event
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One thing that happened.
-
-    name: what, as a verb in the past ("opened", "sealed", "prepared", "committed", "refused", "sent_again", ...).
-    "worked" is said by a stage of each item: it waited wait_s for it, worked on it for work_s, and was blocked for
-    blocked_s by the next stage or by the budget, all in seconds. nbytes: of the item, or of what the name says.
-    pause_s: of "installed": the seconds within the installation during which weights were written.
-    at_s: time.monotonic() when it happened, or when the work ended. Fields that do not apply are None.
-    """
-
-    name: str
-    version: int | None = None
-    member: str | None = None
-    frame: int | None = None
-    detail: str | None = None
-    nbytes: int | None = None
-    stage: str | None = None
-    wait_s: float | None = None
-    work_s: float | None = None
-    blocked_s: float | None = None
-    pause_s: float | None = None
-    at_s: float = field(default_factory=time.monotonic)
+Fields = ParamSpec("Fields")
 
 
 Observer = Callable[[Event], None]
@@ -41,6 +21,14 @@ Observer = Callable[[Event], None]
 
 def ignore(event: Event) -> None:
     """The observer that does nothing."""
+
+
+def tell(
+    observe: Observer, kind: Callable[Concatenate[float, Fields], Event], *args: Fields.args, **fields: Fields.kwargs
+) -> None:
+    """Tell an observer of an event that happens now; no event is made where nobody listens."""
+    if observe is not ignore:
+        observe(kind(time.monotonic(), *args, **fields))
 
 
 @dataclass(frozen=True, slots=True)

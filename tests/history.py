@@ -18,14 +18,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dcr import wire
 from dcr.errors import Fenced, VoteError
+from dcr.events import Event
 from dcr.frames import Layout
-from dcr.observe import Event
 from dcr.testing.memory import MemoryRun
 from dcr.wire import Ack, Chunk, Head, Identity, Leave, MemberRef, Message, Open, Seal
 
@@ -313,5 +314,7 @@ class History:
 
 def _line(what: object) -> str:
     if isinstance(what, Event):
-        return " ".join(str(word) for word in (what.name, what.version, what.frame, what.detail) if word is not None)
+        fields = msgspec.to_builtins(what)
+        timeless = {field: value for field, value in fields.items() if not field.endswith("_s") and field != "event"}
+        return f"{what.name} {timeless}"
     return str(what)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import dcr
-from dcr.observe import Event
+from dcr.events import Event
 from dcr.schema import WIDTHS
 from dcr.transports.local import LocalTransport
 

@@ -18,8 +18,8 @@ import dcr
 from dcr import digest, wire
 from dcr.codec import CLASSES
 from dcr.errors import DigestMismatch, IncompleteError, PayloadError, StorageRebound, VoteError
+from dcr.events import Event, HeadStale, PrepareCompleted, PrepareFailed, SeedFetchFailed
 from dcr.loaders.module import ModuleLoader
-from dcr.observe import Event
 from dcr.subscribe.membership import Membership
 from dcr.subscribe.rank import Overfull, Rank
 from dcr.testing import MemoryTransport
@@ -66,8 +66,8 @@ class Laggard:
                     self.offered.append(version)
                     await version.install()
 
-    def seen(self, name: str) -> list[Event]:
-        return [event for event in self.events if event.name == name]
+    def seen(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
 
 
 def model(elems: int = ELEMS) -> Weights:
@@ -108,7 +108,7 @@ async def test_fifty_versions_behind_is_one_version_of_what_they_changed_togethe
     assert [(version.number, version.kind) for version in laggard.offered] == [(51, "delta")]
     assert laggard.offered[0].changed == len(changed)
     assert sorted(laggard.loader.installs) == sorted(set(laggard.loader.installs))
-    assert [event.detail for event in laggard.seen("composed")] == ["50 stored versions as one"]
+    assert [event.versions for event in laggard.seen(PrepareCompleted) if event.versions > 1] == [50]
     require_equal(laggard.module, state(trainer))
 
 
@@ -132,7 +132,7 @@ async def test_deltas_that_need_their_old_bits_are_composed_over_those_of_the_de
             kinds |= {chosen.form for chosen in (await publish(publisher)).chosen}
     await laggard.follow(3)
     assert "class" in kinds
-    assert [event.detail for event in laggard.seen("composed")] == ["3 stored versions as one"]
+    assert [event.versions for event in laggard.seen(PrepareCompleted) if event.versions > 1] == [3]
     require_equal(laggard.module, state(trainer))
 
 
@@ -154,7 +154,7 @@ async def test_deltas_of_another_layout_are_not_composed_with_those_before_them(
             laggard.offered.append(version)
             await version.install()
     assert [(version.number, version.kind) for version in laggard.offered] == [(4, "delta"), (7, "delta")]
-    assert not laggard.seen("divided")
+    assert not laggard.seen(PrepareFailed)
     require_equal(laggard.module, state(trainer))
 
 
@@ -184,7 +184,7 @@ async def test_steps_behind_xors_of_the_same_elements_take_a_pause_of_their_own(
     await publish_all(transport, trainer, [flip(mask) for mask in (17, 33, 65)], operation=dcr.Operation.STEP)
     await laggard.follow(6)
     assert [version.number for version in laggard.offered] == [3, 6]
-    assert len(laggard.seen("divided")) == 1
+    assert len(laggard.seen(PrepareFailed)) == 1
     require_equal(laggard.module, state(trainer))
 
 
@@ -245,7 +245,7 @@ async def test_what_comes_after_versions_that_made_no_change_together_is_one_aga
         await offered.install()
         while versions.version != 5:
             await (offered := await anext(versions)).install()
-        assert laggard.seen("divided")
+        assert laggard.seen(PrepareFailed)
         await publish_all(transport, trainer, [step], quorum=0)
         offered = await anext(versions)
         await publish_all(transport, trainer, [step] * 4, quorum=0)
@@ -314,7 +314,7 @@ async def test_more_than_fits_is_written_as_it_comes() -> None:
     ) as versions:
         await (await anext(versions)).install()
         require_equal(receiver, state(trainer))
-    assert [event.detail.split(":")[0] for event in events if event.name == "unsown"] == ["Overfull"]
+    assert [event.error for event in events if isinstance(event, SeedFetchFailed)] == ["Overfull"]
 
 
 @pytest.mark.usefixtures("unsown")
@@ -344,8 +344,8 @@ async def test_a_plain_loop_goes_on_when_a_version_is_removed_before_it_is_insta
                 while versions.version != 8:
                     await (await anext(versions)).install()
             require_equal(receiver, state(trainer))
-            assert "replaced" in [event.name for event in events]
-            assert not {"poisoned", "failed"} & {event.name for event in events}
+            assert "version_replaced" in [event.name for event in events]
+            assert not {"install_failed", "subscriber_failed"} & {event.name for event in events}
 
 
 @pytest.mark.usefixtures("unsown")
@@ -473,7 +473,7 @@ async def test_an_older_head_that_is_read_once_takes_no_member_back(tmp_path: Pa
                 await rollout.reached(number)
             require_equal(rollout.module, state(trainer))
         assert [rollout.kinds[number] for number in range(2, 6)] == ["delta"] * 4
-        assert "lost_trust" not in rollout.names()
+        assert "trust_lost" not in rollout.names()
         lied += transport.lied
         n = n + 3 if transport.reads >= n else 0
     assert lied > 3
@@ -553,7 +553,7 @@ async def test_a_head_is_followed_unless_it_is_older_than_the_one_before_it(
     for run.head in (before, now):
         await member.committed()
     assert member.head == (now if follows else before)
-    assert [event.name for event in events] == ([] if follows else ["stale"])
+    assert [type(event) for event in events] == ([] if follows else [HeadStale])
 
 
 class Announcing:
@@ -600,7 +600,7 @@ async def test_a_publisher_that_has_gone_back_is_told_and_not_followed() -> None
                 await (await publisher.publish(2)).committed()
         require_equal(rollout.module, newest)
         assert rollout.subscriber.version == 3
-        assert "stale" in rollout.names()
+        assert "head_stale" in rollout.names()
         tasks.cancel_scope.cancel()
 
 

@@ -12,8 +12,17 @@ import pytest
 import torch
 
 from dcr.cli import demo
-from dcr.cli.demo import audit, bits, events, policy, processes, rows, samples, screen
+from dcr.cli.demo import audit, bits, policy, processes, rows, samples, screen, stream
 from dcr.cli.demo.orders import RolloutOrder
+from dcr.events import (
+    Event,
+    InstallCompleted,
+    PublishCompleted,
+    PublishStarted,
+    StageCompleted,
+    UserWorkCompleted,
+    UserWorkStarted,
+)
 
 TINY = policy.SIZES["tiny"]
 
@@ -149,30 +158,35 @@ def test_taking_samples_prefers_the_newest_and_removes_all(tmp_path: Path) -> No
 
 
 def test_overlap_counts_only_what_lies_in_the_window() -> None:
-    assert events.overlap_s((1.0, 3.0), [(0.0, 1.5), (2.0, 2.25), (2.5, 9.0), (10.0, 11.0)]) == 1.25
+    assert stream.overlap_s((1.0, 3.0), [(0.0, 1.5), (2.0, 2.25), (2.5, 9.0), (10.0, 11.0)]) == 1.25
 
 
-def committed(version: int, shipping: events.Span, computing: tuple[events.Span, ...] = ()) -> events.Committed:
-    return events.Committed(
-        version=version,
-        density=0.01,
-        changed=10,
-        wire_bytes=100,
-        dense_bytes=2000,
-        sent_again_bytes=0,
-        stages={"construct": events.StageTime(0.1, 0.0, 0.0, 1)},
-        bottleneck="construct",
-        captured_s=0.1,
-        shipping=shipping,
-        computing=computing,
-    )
+def published(version: int, shipping: stream.Span) -> list[Event]:
+    """What a trainer's publisher tells of one version: its begin, one stage, its commit."""
+    start_s, end_s = shipping
+    base = version - 1 or None
+    worked = StageCompleted(end_s, "construct", version, None, 1, 1, 0, 0.1, 0.0, 0.0, 0.1)
+    committed = PublishCompleted(end_s, version, 1, 1, base, 1000, 10, 1, 100, 2000, 0, 0.1, end_s - start_s)
+    return [PublishStarted(start_s, version), worked, committed]
+
+
+def worked(member: str | None, span: stream.Span) -> list[Event]:
+    return [
+        UserWorkStarted(span[0], "work", None, member),
+        UserWorkCompleted(span[1], "work", None, member, span[1] - span[0]),
+    ]
 
 
 def test_a_row_is_complete_once_every_process_has_spoken_and_its_shares_follow_from_the_spans() -> None:
     tally = rows.Tally(("x", "y"))
-    assert tally.take(events.Installed("x", 2, 0.01, 0.0, ((10.0, 12.0),))) is None
-    assert tally.take(committed(2, (10.0, 14.0), ((11.0, 14.0),))) is None
-    row = tally.take(events.Installed("y", 2, 0.02, 0.0, ()))
+    events = [
+        *worked("x", (10.0, 12.0)),
+        InstallCompleted(15.0, "x", 2, "delta", 0.005, 0.01),
+        UserWorkStarted(11.0, "work", None, None),  # which has not ended when the version is committed
+        *published(2, (10.0, 14.0)),
+    ]
+    assert [tally.take(event) for event in events] == [None] * len(events)
+    row = tally.take(InstallCompleted(15.0, "y", 2, "delta", 0.005, 0.02))
     assert row is not None
     assert (row.training_share, row.generating_share, row.pause_s) == (0.75, 0.25, 0.02)
     assert (row.ship_s, row.reduction) == (4.0, 20.0)
@@ -182,8 +196,9 @@ def test_plain_text_says_anchor_and_marks_the_bottleneck() -> None:
     tally, out = rows.Tally(("x",)), io.StringIO()
     with screen.opened(out) as shown:
         for version in (1, 2):
-            tally.take(committed(version, (0.0, 1.0)))
-            row = tally.take(events.Installed("x", version, 0.0, 0.0, ()))
+            for event in published(version, (0.0, 1.0)):
+                tally.take(event)
+            row = tally.take(InstallCompleted(2.0, "x", version, "delta", 0.0, 0.0))
             assert row is not None
             shown.row(row)
     heading, first, second = out.getvalue().splitlines()
@@ -205,7 +220,7 @@ def test_a_child_that_fails_is_named_with_the_end_of_its_stderr(tmp_path: Path) 
 
 def test_a_line_that_is_no_event_is_refused() -> None:
     with pytest.raises(msgspec.DecodeError):
-        events.decode(b'{"type": "nonsense"}')
+        stream.decode(b'{"type": "nonsense"}')
 
 
 # The whole
@@ -232,7 +247,7 @@ def test_a_bit_flipped_in_live_weights_is_named(capfd: pytest.CaptureFixture[str
 def test_a_bit_flipped_in_live_weights_that_nobody_finds_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "compare", lambda tally, shown: demo.EQUAL)
+    monkeypatch.setattr(demo, "compare", lambda folder, shown: demo.EQUAL)
     assert demo.run(refits=1, size="tiny", inject_fault="weights") == 2
     assert "the audit found no difference" in capfd.readouterr().out
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import dcr
 import dcr.blocking
 from dcr.cli import main
+from dcr.events import AttemptSealed, MemberJoined
 from dcr.publish import dismissal
 from dcr.publish.roster import Roster
 from dcr.wire import Join, MemberRef, Message
@@ -46,7 +47,7 @@ async def test_an_open_vote_is_decided_without_it(tmp_path: Path, trainer: Weigh
     sealed = anyio.Event()
 
     def observe(event: dcr.Event) -> None:
-        if event.name == "sealed":
+        if isinstance(event, AttemptSealed):
             sealed.set()
 
     async with (
@@ -77,7 +78,7 @@ async def test_who_lives_all_the_same_takes_part_again(tmp_path: Path, trainer: 
     joined = anyio.Event()
 
     def observe(event: dcr.Event) -> None:
-        if event.name == "joined" and event.detail.startswith("version 1 "):
+        if isinstance(event, MemberJoined) and event.holds == 1:
             joined.set()
 
     async with running(tmp_path, [engine]) as url, published(url, trainer, observe=observe) as publisher:

@@ -19,6 +19,7 @@ from refits import FAST, Weights, require_equal, set_bits, state
 import dcr
 from dcr.closing import Contexts, Life
 from dcr.errors import StateError
+from dcr.events import AttemptSealed
 
 
 def weights(value: float) -> Weights:
@@ -109,7 +110,7 @@ async def test_an_end_that_is_not_open_says_how_to_open_it(tmp_path: Path) -> No
 
 async def test_an_end_whose_observer_fails_says_so_to_whoever_waits(tmp_path: Path) -> None:
     def fail(event: dcr.Event) -> None:
-        if event.name == "sealed":
+        if isinstance(event, AttemptSealed):
             raise ZeroDivisionError("on purpose")
 
     publisher = await publisher_of(f"local://{tmp_path}", weights(1), observe=fail).open()

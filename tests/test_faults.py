@@ -33,6 +33,7 @@ from dcr.errors import (
     StorageRebound,
     VoteError,
 )
+from dcr.events import AttemptRefused, ChunkRefused, ChunkSentAgain, ChunksWanted
 from dcr.testing import FaultyTransport, flip_bit, flip_one_chunk
 from dcr.wire import Ack, Chunk, Head, Header, Identity, Message, Open, Seal
 
@@ -191,7 +192,7 @@ async def test_an_attempt_of_another_run_is_not_even_answered(
         with pytest.raises(VoteError, match="no vote"):
             await publish(publisher, 2)
         protected.unlock()
-    assert any("RunMismatch" in (event.detail or "") for event in rollout.events)
+    assert "RunMismatch" in {event.error for event in rollout.events if isinstance(event, AttemptRefused)}
 
 
 async def test_tampered_memory_is_noticed_before_the_first_write_and_healed_by_a_seed(
@@ -214,7 +215,7 @@ async def test_tampered_memory_is_noticed_before_the_first_write_and_healed_by_a
         await publish(publisher, 3)
         await rollout.reached(3)
         require_equal(protected.module, state(trainer))
-    assert "lost_trust" in rollout.names()
+    assert "trust_lost" in rollout.names()
     assert "seed" in rollout.kinds.values()
 
 
@@ -287,10 +288,10 @@ async def test_a_flipped_chunk_is_named_asked_for_again_and_then_right(
         await rollout.reached(2)
         require_equal(protected.module, state(trainer))
     assert report.sent_again > 0
-    refused = [event for event in rollout.events if event.name == "refused"]
-    assert [event.frame for event in refused] == [0]
-    assert "PayloadError" in str(refused[0].detail)
-    assert "sent_again" in [event.name for event in seen]
+    refused = [event for event in rollout.events if isinstance(event, ChunkRefused | AttemptRefused)]
+    assert [(event.frame, event.error) for event in refused] == [(0, "PayloadError")]
+    assert [event.frames for event in seen if isinstance(event, ChunksWanted)] == [(0,)]
+    assert [event.frame for event in seen if isinstance(event, ChunkSentAgain)] == [0]
 
 
 async def test_a_sealed_version_that_is_not_committed_is_never_installed(
@@ -311,7 +312,7 @@ async def test_a_sealed_version_that_is_not_committed_is_never_installed(
         protected.lock()
         with pytest.raises(VoteError, match="silent: no vote"):
             await publish(publisher, 2)
-        assert "prepared" in good.names()
+        assert "prepare_completed" in good.names()
         assert 2 not in good.kinds
         protected.unlock()
         touch(trainer, 3)

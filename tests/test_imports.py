@@ -23,6 +23,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 ROOMS = (
     "errors",
+    "events",
     "schema",
     "boxes",
     "overlap",

@@ -8,7 +8,7 @@ import anyio
 import pytest
 from refits import said
 
-from dcr.observe import Event
+from dcr.events import Event
 from dcr.publish.refit import Refit
 from dcr.publish.roster import Roster
 from dcr.wire import Ack, Header, Identity, Join, Leave, MemberRef, Message, Nack

@@ -28,8 +28,8 @@ from dcr.errors import (
     StateError,
     VoteError,
 )
+from dcr.events import ChunkSentAgain, Event
 from dcr.frames import Shard
-from dcr.observe import Event
 from dcr.publish import meeting
 from dcr.publish.refit import ResidualTensors
 from dcr.schema import Schema
@@ -393,7 +393,7 @@ async def test_a_chunk_that_was_corrupted_is_sent_again_by_its_owner(owner: int)
         reports = await step(ranks, rollout, 2)
         await step(ranks, rollout, 3)
     assert reports[0].sent_again == reports[1].sent_again > 0
-    assert [event.version for event in events if event.name == "sent_again"] == [2]
+    assert [event.version for event in events if isinstance(event, ChunkSentAgain)] == [2]
 
 
 # ---------------------------------------------------------------------- restart, anchors

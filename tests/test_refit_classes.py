@@ -208,7 +208,7 @@ async def test_other_bits_in_live_memory_are_noticed_before_anything_is_written(
         await publish(publishing, 2)
         await rollout.reached(2)
         require_equal(rollout.module, state(trainer))
-        assert "lost_trust" in rollout.names()
+        assert "trust_lost" in rollout.names()
         assert "seed" in rollout.kinds.values()
     assert spy.take() >= BY_CLASS
 

@@ -24,6 +24,7 @@ from storms import Actor, Fault, Storm, StormyTransport
 import dcr
 from dcr.codec import GAPS, RAW
 from dcr.errors import DcrError, RanksLost, ReadBackError, StateError
+from dcr.events import PipelineEvent
 from dcr.frames import Layout
 from dcr.patch import Change, Operation
 from dcr.ready import Ready
@@ -500,7 +501,7 @@ class World:
             self.group.cancel_scope.cancel()
 
     def observe(self, who: str, event: dcr.Event) -> None:
-        if event.name != "worked":
+        if not isinstance(event, PipelineEvent):
             self.history.note(who, event)
 
     def unless_excused(self, actor: Actor, error: BaseException) -> None:

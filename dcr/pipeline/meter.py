@@ -8,7 +8,8 @@ from typing import Any
 
 import anyio
 
-from dcr.observe import Event, Observer, StageStatistics, ignore
+from dcr.events import StageCompleted, StageFailed, StageStarted, StageWorked
+from dcr.observe import Observer, StageStatistics, ignore, tell
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class Meter:
         """A worker asks for its next item: it is done with the one before."""
         work = self._in_hand.pop(anyio.get_current_task().id, None)
         if work is not None and self._observe is not ignore:
-            self._observe(self._event(work))
+            self._observe(self._worked(work))
 
     def took(self, item: Any, wait_s: float) -> None:
         """A worker has got an item, after waiting for it."""
@@ -57,25 +58,65 @@ class Meter:
         if work is not None:
             work.blocked_s += blocked_s
 
+    def started(self) -> None:
+        """The stage begins to take items."""
+        self.started_s = time.monotonic()
+        tell(self._observe, StageStarted, self.name, self._version, None, self.workers)
+
     def ended(self) -> None:
         """The stage has ended; so has every item that was still in hand."""
         self.ended_s = time.monotonic()
-        for work in self._in_hand.values():
-            self._observe(self._event(work))
+        if self._observe is not ignore:
+            for work in self._in_hand.values():
+                self._observe(self._worked(work))
         self._in_hand.clear()
 
-    def _event(self, work: _Work) -> Event:
-        now_s, item = time.monotonic(), work.item
-        return Event(
-            "worked",
+    def completed(self) -> None:
+        """The stage has ended without an error."""
+        if self._observe is not ignore:
+            sums = self.statistics()
+            self._observe(
+                StageCompleted(
+                    self.ended_s,
+                    self.name,
+                    self._version,
+                    None,
+                    workers=self.workers,
+                    items=sums.items,
+                    taken_bytes=sums.nbytes,
+                    busy_s=sums.busy_s,
+                    blocked_in_s=sums.blocked_in_s,
+                    blocked_out_s=sums.blocked_out_s,
+                    duration_s=self.ended_s - self.started_s,
+                )
+            )
+
+    def failed(self, error: Exception) -> None:
+        """The stage has ended with an error."""
+        tell(
+            self._observe,
+            StageFailed,
+            self.name,
             self._version,
+            None,
+            workers=self.workers,
+            error=type(error).__name__,
+            reason=str(error),
+            duration_s=self.ended_s - self.started_s,
+        )
+
+    def _worked(self, work: _Work) -> StageWorked:
+        now_s, item = time.monotonic(), work.item
+        return StageWorked(
+            now_s,
+            self.name,
+            self._version,
+            None,  # the member's end says which it is
             frame=item if isinstance(item, int) else getattr(item, "number", None),
-            nbytes=getattr(item, "nbytes", None),
-            stage=self.name,
+            item_bytes=getattr(item, "nbytes", None),
             wait_s=work.wait_s,
             work_s=now_s - work.began_s - work.blocked_s,
             blocked_s=work.blocked_s,
-            at_s=now_s,
         )
 
     def statistics(self) -> StageStatistics:

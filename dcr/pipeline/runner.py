@@ -107,7 +107,7 @@ class Pipeline(Generic[First, Last]):
     ) -> Summary:
         """Feed all items through; what the last stage sends is given to `into`.
 
-        observe: is told of each item that a stage has worked on ("worked"); version: is named in those events.
+        observe: is told when a stage starts and ends, and of each item that it has worked on; version: is named there.
 
         Raises: the first error of any stage, bare, with notes that name stage and item.
         """
@@ -166,9 +166,9 @@ def _feed(items: Iterable[A] | AsyncIterable[A], send: MemoryObjectSendStream[A]
 
 def _staged(one: Stage[A, B], inbox: Inbox[A], outbox: Outbox[B], meter: Meter) -> Callable[[], Awaitable[None]]:
     async def run() -> None:
-        meter.started_s = time.monotonic()
         try:
             try:
+                meter.started()
                 await one.run(inbox, outbox)
             finally:
                 left = inbox.close()
@@ -178,6 +178,8 @@ def _staged(one: Stage[A, B], inbox: Inbox[A], outbox: Outbox[B], meter: Meter) 
                 raise StateError("it returned before its inbox was exhausted; read the inbox to its end")
         except Exception as error:
             error.add_note(f"in stage {one.name!r}")
+            meter.failed(error)
             raise
+        meter.completed()
 
     return run

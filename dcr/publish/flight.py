@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import anyio
 import msgspec
@@ -27,7 +26,23 @@ from dcr import choice, digest
 from dcr.budget import ByteBudget
 from dcr.choice import Chooser
 from dcr.errors import Fenced, NotCommittedError, RanksLost, StateError, VoteError
-from dcr.observe import Event, Observer, Summary
+from dcr.events import (
+    AnchorCompleted,
+    AnchorFailed,
+    AnchorStarted,
+    AttemptOpened,
+    AttemptSealed,
+    CaptureCompleted,
+    CaptureFailed,
+    CaptureStarted,
+    PruneCompleted,
+    PruneFailed,
+    PruneStarted,
+    PublishCompleted,
+    PublishFailed,
+    PublishStarted,
+)
+from dcr.observe import Observer, Summary, tell
 from dcr.patch import Operation
 from dcr.publish.copies import Detail, Root, differing, error_of, error_of_made
 from dcr.publish.leader import COMMIT_TIMEOUT_S, Call, Leader, Opened, Outcome
@@ -99,20 +114,35 @@ class Flights:
 
         Raises: why it was given up.
         """
-        began_s, received_bytes = time.monotonic(), self._ranks.received_bytes
+        began_s = time.monotonic()
+        tell(self._observe, PublishStarted, refit.version)
+        try:
+            report = await self._publish(refit, began_s)
+        except Exception as error:
+            tell(self._observe, PublishFailed, refit.version, *_why(error), time.monotonic() - began_s)
+            raise
+        self._tell_completed(report)
+        await self.keep(report)
+
+    async def _publish(self, refit: Refit, began_s: float) -> Report:
+        """Take a version up to its commit, and tell `refit`. Raises: why it was given up."""
+        received_bytes = self._ranks.received_bytes
+        tell(self._observe, CaptureStarted, refit.version)
         try:
             await self._ranks.share(f"bind {refit.version}", self._part.bind, type(None))
             refit.mark_bound()
             begun = await self._begin(refit)
             opened = await self._open(refit, begun.base)
             identity, compress = opened.identity, self._compress(opened.identity, reads_base=opened.reads_base)
-            shipped, captured_s, stages = await self._ship(refit, compress, begun)
+            shipped, captured_s, stages = await self._ship(refit, compress, begun, began_s)
             refs = [ref for one in shipped for ref in one.chunks]
             await self._seal(identity, begun.base, refs)
             again_bytes = await self._collect(identity, compress)
         except BaseException as error:
             if isinstance(error, (Fenced, RanksLost)):
                 self.broken = error
+            if isinstance(error, Exception) and not refit.was_captured:
+                tell(self._observe, CaptureFailed, refit.version, *_why(error), time.monotonic() - began_s)
             self._part.drop()
             if self._leader is not None:
                 await self._leader.abort(error)
@@ -121,7 +151,7 @@ class Flights:
         schema = self._part.baseline.layout.schema
         report = Report(
             identity=identity,
-            is_anchor=begun.base is None,
+            base=begun.base,
             elements=schema.numel,
             changed=sum(one.changed for one in shipped),
             chunks=len(refs),
@@ -138,11 +168,25 @@ class Flights:
             members=outcome.answers,
         )
         refit.finish(report, self._leader.awaited if self._leader else None)
-        self._emit("committed", refit.version, nbytes=report.wire_bytes)
-        try:
-            await self.keep(report)
-        except Exception as error:  # the version is committed; only late joiners read more
-            self._emit("anchor_failed", refit.version, detail=f"{type(error).__name__}: {error}")
+        return report
+
+    def _tell_completed(self, report: Report) -> None:
+        tell(
+            self._observe,
+            PublishCompleted,
+            report.version,
+            term=report.identity.term,
+            attempt=report.identity.attempt,
+            base=report.base.version if report.base else None,
+            total_elems=report.elements,
+            changed_elems=report.changed,
+            chunks=report.chunks,
+            wire_bytes=report.wire_bytes,
+            dense_bytes=report.dense_bytes,
+            sent_again_bytes=report.sent_again,
+            captured_s=report.captured_s,
+            duration_s=report.wall_s,
+        )
 
     # ------------------------------------------------------------------ steps
 
@@ -176,10 +220,20 @@ class Flights:
             return await self._leader.open(refit, base)
 
         opened = await self._ranks.decide(f"open {refit.version}", lead, Opened)
-        self._emit("opened", refit.version)
+        tell(
+            self._observe,
+            AttemptOpened,
+            refit.version,
+            run=opened.identity.run,
+            term=opened.identity.term,
+            attempt=opened.identity.attempt,
+            base=base.version if base else None,
+        )
         return opened
 
-    async def _ship(self, refit: Refit, compress: Compress, begun: Begun) -> tuple[list[Shipped], float, Summary]:
+    async def _ship(
+        self, refit: Refit, compress: Compress, begun: Begun, began_s: float
+    ) -> tuple[list[Shipped], float, Summary]:
         """All ranks' chunks; what each one sent, and when this one had read its weights, and its statistics."""
         captured_s = time.monotonic()
         summaries: list[Summary] = []
@@ -188,7 +242,7 @@ class Flights:
             nonlocal captured_s
             captured_s = time.monotonic()
             refit.mark_captured()
-            self._emit("captured", refit.version)
+            tell(self._observe, CaptureCompleted, refit.version, captured_s - began_s)
 
         async def work() -> Shipped:
             shipped, summary = await self._part.ship(self._link, compress, begun.stale, captured)
@@ -211,7 +265,7 @@ class Flights:
             await self._leader.seal(identity, base, refs, (self._lanes, self._target, summed[1]))
 
         await self._ranks.decide(f"seal {identity.version}", lead, type(None))
-        self._emit("sealed", identity.version)
+        tell(self._observe, AttemptSealed, identity.version, len(refs))
 
     async def _collect(self, identity: Identity, compress: Compress) -> int:
         """Wait until the vote is carried, sending chunks again that were refused. Returns bytes sent again.
@@ -261,17 +315,45 @@ class Flights:
         return outcome
 
     async def keep(self, report: Report) -> None:
-        """Where it is due, store the committed bits whole beside their delta, and remove what nobody needs any more."""
+        """Where it is due, store the committed bits whole beside their delta, and remove what nobody needs any more.
+
+        What fails is told by an event, and not raised: the version is committed, and only late joiners read more.
+        """
         due, committed = self._retention.count(report.wire_bytes), report.identity
         if not (report.is_anchor or due):
             return
-        if not report.is_anchor:
-            await self._store_anchor(msgspec.structs.replace(committed, attempt=committed.attempt + 1))
+        if not report.is_anchor and not await self._anchor(
+            msgspec.structs.replace(committed, attempt=committed.attempt + 1)
+        ):
+            return
         below = self._retention.anchor(committed.version)
         if below is not None and self._leader is not None:
-            await self._leader.prune(below)
+            await self._prune(self._leader, committed.version, below)
 
-    async def _store_anchor(self, identity: Identity) -> None:
+    async def _anchor(self, identity: Identity) -> bool:
+        """Store an anchor of the committed version; whether that went well."""
+        version, began_s = identity.version, time.monotonic()
+        tell(self._observe, AnchorStarted, version)
+        try:
+            shipped = await self._store_anchor(identity)
+        except Exception as error:
+            tell(self._observe, AnchorFailed, version, *_why(error), time.monotonic() - began_s)
+            return False
+        chunks, wire_bytes = sum(len(one.chunks) for one in shipped), sum(one.wire_bytes for one in shipped)
+        tell(self._observe, AnchorCompleted, version, chunks, wire_bytes, time.monotonic() - began_s)
+        return True
+
+    async def _prune(self, leader: Leader, version: int, below: int) -> None:
+        began_s = time.monotonic()
+        tell(self._observe, PruneStarted, version, below)
+        try:
+            await leader.prune(below)
+        except Exception as error:
+            tell(self._observe, PruneFailed, version, below, *_why(error), time.monotonic() - began_s)
+        else:
+            tell(self._observe, PruneCompleted, version, below, time.monotonic() - began_s)
+
+    async def _store_anchor(self, identity: Identity) -> list[Shipped]:
         version = identity.version
 
         async def opened() -> None:
@@ -288,7 +370,8 @@ class Flights:
         shipped = await self._ranks.share(f"ship anchor {version}", ship, Shipped)
         refs = [ref for one in shipped for ref in one.chunks]
         await self._ranks.decide(f"seal anchor {version}", sealed, type(None))
-        self._emit("anchored", version, nbytes=sum(one.wire_bytes for one in shipped))
+        return shipped
 
-    def _emit(self, name: str, version: int, **rest: Any) -> None:
-        self._observe(Event(name, version, **rest))
+
+def _why(error: Exception) -> tuple[str, str]:
+    return type(error).__name__, str(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import anyio
 import msgspec
@@ -11,8 +11,9 @@ import msgspec
 from dcr import digest, frames
 from dcr.commit import Votes
 from dcr.errors import DcrError, WireError
+from dcr.events import AttemptAborted, MemberTimedOut, MessageIgnored
 from dcr.frames import Layout
-from dcr.observe import Event, Observer
+from dcr.observe import Observer, tell
 from dcr.publish.headship import Headship
 from dcr.publish.refit import Refit
 from dcr.publish.roster import Roster
@@ -73,7 +74,7 @@ class Leader:
             try:
                 message = await self._link.receive()
             except WireError as error:
-                self._observe(Event("ignored", detail=str(error)))
+                tell(self._observe, MessageIgnored, None, type(error).__name__, str(error))
             except (DcrError, OSError) as error:
                 self.broken = error
                 self.roster.end(error)
@@ -137,6 +138,7 @@ class Leader:
         for member in votes.missing:
             votes.drop(member, f"no vote within {self._vote_timeout_s:g} s")
             self.roster.give_up_on(member)
+            tell(self._observe, MemberTimedOut, votes.identity.version, member.member, self._vote_timeout_s)
         if votes.carried:
             return Call()
         reasons = "; ".join(f"{ref.member}: {why}" for ref, why in sorted(votes.refused.items()))
@@ -178,7 +180,7 @@ class Leader:
                 await self._link.send(Message(Abort(votes.identity, reason)))
             except (DcrError, OSError) as failed:
                 error.add_note(f"the abort could not be sent either: {failed}")
-        self._emit("aborted", votes.identity.version, detail=reason)
+        tell(self._observe, AttemptAborted, votes.identity.version, type(error).__name__, str(error))
 
     async def prune(self, below: int) -> None:
         """Remove the versions before one, where they are kept."""
@@ -193,9 +195,6 @@ class Leader:
     def _voted(self) -> Votes:
         assert self._votes is not None, "an attempt has been opened"
         return self._votes
-
-    def _emit(self, name: str, version: int, **rest: Any) -> None:
-        self._observe(Event(name, version, **rest))
 
 
 def _answers(votes: Votes, roster: Roster) -> dict[str, str]:

@@ -15,9 +15,10 @@ from dcr.boxes import Box, Dim
 from dcr.choice import Chosen
 from dcr.coverage import Tally
 from dcr.errors import DigestMismatch, SchemaError, StateError
+from dcr.events import ChunkSentAgain, ResendIgnored
 from dcr.frames import FrameSpec, Layout, Shard, SourceFrame
 from dcr.frozen import slice_of
-from dcr.observe import Event, Observer, Summary
+from dcr.observe import Observer, Summary, tell
 from dcr.patch import Patch
 from dcr.pipeline import Pipeline
 from dcr.placement import canonical_table
@@ -276,12 +277,12 @@ class Part:
         for frame in filter(self.owns, wanted):
             patch = self.baseline.held(frame)
             if patch is None:
-                self._observe(Event("ignored", version, frame=frame, detail="asked for again, and never sent"))
+                tell(self._observe, ResendIgnored, version, frame)
                 continue
             chunk, body = await anyio.to_thread.run_sync(compress.encode, patch)
             await link.send(Message(chunk, body))
             sent += len(body)
-            self._observe(Event("sent_again", version, frame=frame))
+            tell(self._observe, ChunkSentAgain, version, frame, len(body))
         return sent
 
     async def _send(

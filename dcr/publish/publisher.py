@@ -24,7 +24,7 @@ from dcr.choice import LEVELS, Chooser
 from dcr.closing import Contexts, Life
 from dcr.errors import OptionError, StateError
 from dcr.frames import FRAME_ELEMS
-from dcr.observe import Event, Observer, ignore
+from dcr.observe import Observer, ignore
 from dcr.patch import Operation
 from dcr.publish import dismissal, headship, numbers
 from dcr.publish.copies import error_of_made
@@ -129,7 +129,6 @@ class Publisher:
             observe=observe,
         )
         self._anchor_every = anchor_every
-        self._observe = observe
         self._life = Life("publisher", self._enter)
         self._leader: Leader | None = None
         self._flights: Flights | None = None
@@ -380,14 +379,10 @@ class Publisher:
                 if not refit.waiting:
                     _warn(refit.version, error)
                 refit.fail(error)
-                self._emit("failed", refit.version, detail=str(error))
             except BaseException:
                 refit.fail(StateError(f"the publisher was closed while version {refit.version} was in flight"))
                 raise
         self._drained.set()
-
-    def _emit(self, name: str, version: int, **rest: Any) -> None:
-        self._observe(Event(name, version, **rest))
 
 
 def _warn(version: int, error: Exception) -> None:

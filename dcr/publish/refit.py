@@ -28,16 +28,16 @@ class ResidualTensors:
 class Report:
     """What one committed version cost, over all ranks of its publisher; times and stages are this rank's.
 
-    elements: all of them; changed: those that differ from the base (all, for an anchor). wire_bytes: encoded chunks
-    as sent, those sent again included; dense_bytes: a whole checkpoint. residual: the tensors without a map, and
-    residual_bytes: of those that were converted for this version. gathered_bytes: what this rank received from other
-    ranks of the publisher: records of chunks and digests, never weights. captured_s: from publish until the weights had
-    been read; wall_s: from publish to commit. chosen: the forms in which frames went, and why. stages: statistics of
-    the pipeline. members: what each one answered.
+    base: what it starts from, None: an anchor. elements: all of them; changed: those that differ from the base (all,
+    for an anchor). wire_bytes: encoded chunks as sent, those sent again included; dense_bytes: a whole checkpoint.
+    residual: the tensors without a map, and residual_bytes: of those that were converted for this version.
+    gathered_bytes: what this rank received from other ranks of the publisher: records of chunks and digests, never
+    weights. captured_s: from publish until the weights had been read; wall_s: from publish to commit. chosen: the forms
+    in which frames went, and why. stages: statistics of the pipeline. members: what each one answered.
     """
 
     identity: Identity
-    is_anchor: bool
+    base: Identity | None
     elements: int
     changed: int
     chunks: int
@@ -56,6 +56,11 @@ class Report:
     @property
     def version(self) -> int:
         return self.identity.version
+
+    @property
+    def is_anchor(self) -> bool:
+        """Whether it needs no other version."""
+        return self.base is None
 
     @property
     def density(self) -> float:
@@ -108,6 +113,7 @@ class Refit:
         self.seen = False
         self.waiting = 0
         self.was_bound = False
+        self.was_captured = False
         self._bound = anyio.Event()
         self._pid = os.getpid()
         self._captured = anyio.Event()
@@ -166,6 +172,7 @@ class Refit:
 
     def mark_captured(self) -> None:
         """For the publisher."""
+        self.was_captured = True
         self._captured.set()
 
     def finish(self, report: Report, awaited: Set[MemberRef] | None) -> None:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import anyio
 
 from dcr.commit import Votes
 from dcr.errors import PayloadError
-from dcr.observe import Event, Observer
+from dcr.events import (
+    ChunksWanted,
+    MemberDismissed,
+    MemberDoubled,
+    MemberInstalled,
+    MemberJoined,
+    MemberLeft,
+    MemberPrepared,
+    MemberRefused,
+    VoteRefused,
+)
+from dcr.observe import Observer, tell
 from dcr.publish.refit import Answer, Refit
 from dcr.wire import Ack, Identity, Join, Leave, MemberRef, Message, Nack
 
@@ -100,7 +111,7 @@ class Roster:
                 if holds is not None:  # its answer may have been lost, with the attempt that it was written to
                     self._hold(member, holds.version)
                 (self._readers.add if reads_base else self._readers.discard)(member)
-                self._emit("joined", None, member, detail=str(holds or "nothing"))
+                tell(self._observe, MemberJoined, member.member, holds.version if holds else None)
             case Leave(member=member):
                 self._leave(member)
             case Ack() as ack:
@@ -114,23 +125,17 @@ class Roster:
     def _warn_of_twins(self, member: MemberRef) -> None:
         """A second live member of one name is a mistake, or a restart whose first life has not been missed yet."""
         if member not in self.holds and any(ref.member == member.member for ref in self.holds):
-            self._emit(
-                "doubled",
-                None,
-                member,
-                detail=f"two live members are called {member.member!r}, and both vote: either the first was restarted, "
-                "and counts until its sign of life is too old, or two engines have one name; give each its own",
-            )
+            tell(self._observe, MemberDoubled, member.member)
 
     def dismiss(self, name: str) -> bool:
         """Every life of a member is known to be gone; whether one was counted."""
         lives = [ref for ref in (*self.holds, *self._silent) if ref.member == name]
         for ref in lives:
-            self._leave(ref, "dismissed")
+            self._leave(ref, dismissed=True)
         self._tell()
         return bool(lives)
 
-    def _leave(self, member: MemberRef, said: str = "left") -> None:
+    def _leave(self, member: MemberRef, *, dismissed: bool = False) -> None:
         counted = member in self.holds or member in self._silent
         self.holds.pop(member, None)
         self._silent.discard(member)
@@ -138,9 +143,9 @@ class Roster:
         if self._votes is not None:
             self._votes.leave(member)
         for refit in self._refits.values():
-            refit.answer(member, Answer(said))
+            refit.answer(member, Answer("dismissed" if dismissed else "left"))
         if counted:
-            self._emit(said, None, member)
+            tell(self._observe, MemberDismissed if dismissed else MemberLeft, member.member)
 
     def _ack(self, ack: Ack) -> None:
         version = ack.identity.version
@@ -148,7 +153,7 @@ class Roster:
             self.holds[ack.member] = ack.identity
             self._answer(version, ack.member, Answer("installed", ack.pause_s))
             self._hold(ack.member, version)
-            self._emit("installed", version, ack.member, pause_s=ack.pause_s)
+            tell(self._observe, MemberInstalled, version, ack.member.member, ack.pause_s)
             return
         if ack.member in self._silent and self._asked is not None and ack.identity == self._asked[0]:
             self._silent.remove(ack.member)
@@ -156,17 +161,17 @@ class Roster:
         if self._votes is not None:
             try:
                 if self._votes.prepare(ack):
-                    self._emit("prepared", version, ack.member)
+                    tell(self._observe, MemberPrepared, version, ack.member.member)
             except PayloadError as error:
                 self._votes.drop(ack.member, str(error))
-                self._emit("refused", version, ack.member, detail=str(error))
+                tell(self._observe, VoteRefused, version, ack.member.member, type(error).__name__, str(error))
 
     def _nack(self, nack: Nack) -> None:
         version = nack.identity.version
         if nack.frames:
             if self._votes is not None and nack.identity == self._votes.identity:
                 self._again |= set(nack.frames)
-            self._emit("refused", version, nack.member, frame=nack.frames[0], detail=nack.reason)
+            tell(self._observe, ChunksWanted, version, nack.member.member, nack.frames, nack.reason)
             return
         if nack.member in self.holds or nack.member in self._silent:
             self._silent.discard(nack.member)
@@ -174,7 +179,7 @@ class Roster:
         if self._votes is not None:
             self._votes.refuse(nack)
         self._answer(version, nack.member, Answer(nack.reason))
-        self._emit("refused", version, nack.member, detail=nack.reason)
+        tell(self._observe, MemberRefused, version, nack.member.member, nack.reason)
 
     def _answer(self, version: int, member: MemberRef, answer: Answer) -> None:
         if version in self._refits:
@@ -188,6 +193,3 @@ class Roster:
     def _tell(self) -> None:
         news, self._news = self._news, anyio.Event()
         news.set()
-
-    def _emit(self, name: str, version: int | None, member: MemberRef, **rest: Any) -> None:
-        self._observe(Event(name, version, member.member, **rest))

@@ -6,6 +6,7 @@ import time
 
 from dcr import commit
 from dcr.errors import BaseMismatch, DcrError, DigestMismatch, IncompleteError, PayloadError, RemoteError, RunMismatch
+from dcr.events import AttemptRefused, ChunkRefused, PrepareCompleted, PrepareFailed, PrepareStarted
 from dcr.stages.transfer import Aborted, Superseded
 from dcr.subscribe.membership import Membership
 from dcr.subscribe.offers import Offers
@@ -41,7 +42,6 @@ class Attempts:
         try:
             prepared = await self._vote(opened, header)
         except Aborted as error:
-            member.emit("aborted", identity.version, detail=str(error))
             if isinstance(error, Superseded):
                 member.put_back(error.message)
         except (BaseMismatch, DigestMismatch) as error:
@@ -62,20 +62,29 @@ class Attempts:
 
     async def _vote(self, opened: Message, header: Open) -> Prepared | None:
         """Verify and prepare an attempt, and say so; None if there is nothing here to prepare it on."""
-        member, began_s = self._member, time.monotonic()
-        prepared: Prepared | None
+        member, version, began_s = self._member, header.identity.version, time.monotonic()
+        member.emit(PrepareStarted, version, "live", 1)
+        try:
+            root, prepared = await self._prepare(opened, header)
+        except Exception as error:
+            why, duration_s = (type(error).__name__, str(error)), time.monotonic() - began_s
+            member.emit(PrepareFailed, version, "live", 1, *why, duration_s)
+            raise
+        if member.holds is not None:
+            member.move("prepared")
+        changed = prepared.changed if prepared is not None else None
+        member.emit(PrepareCompleted, version, "live", 1, changed, time.monotonic() - began_s)
+        await member.send(Ack("prepared", member.ref, header.identity, root))
+        return prepared
+
+    async def _prepare(self, opened: Message, header: Open) -> tuple[bytes, Prepared | None]:
+        member = self._member
         receipt = member.receipt(header)
         await member.rank.bind(opened)
         if member.holds is None and header.base is None:
-            root, prepared = await member.rank.inspect(receipt, member.receive, self._ask_again)
-        else:
-            prepared = await member.rank.prepare(receipt, member.receive, self._ask_again)
-            root = prepared.root
-        if member.holds is not None:
-            member.move("prepared")
-        await member.send(Ack("prepared", member.ref, header.identity, root))
-        member.emit("prepared", header.identity.version, detail=f"{time.monotonic() - began_s:.3f} s")
-        return prepared
+            return await member.rank.inspect(receipt, member.receive, self._ask_again)
+        prepared = await member.rank.prepare(receipt, member.receive, self._ask_again)
+        return prepared.root, prepared
 
     async def _outcome(self, identity: Identity) -> bool:
         """Wait until the head names an attempt (True), or it is given up (False). A member never decides alone."""
@@ -110,12 +119,12 @@ class Attempts:
         await self._offers.offer_prepared(prepared)
 
     async def _ask_again(self, chunk: Chunk, error: PayloadError) -> None:
-        member, reason = self._member, f"{type(error).__name__}: {error}"
-        member.emit("refused", chunk.identity.version, frame=chunk.frame, detail=reason)
-        await member.send(Nack(member.ref, chunk.identity, member.holds, reason, (chunk.frame,)))
+        member, kind = self._member, type(error).__name__
+        member.emit(ChunkRefused, chunk.identity.version, chunk.frame, kind, str(error))
+        await member.send(Nack(member.ref, chunk.identity, member.holds, f"{kind}: {error}", (chunk.frame,)))
 
     async def _refuse(self, identity: Identity, error: DcrError) -> None:
-        member, reason = self._member, f"{type(error).__name__}: {error}"
-        member.emit("refused", identity.version, detail=reason)
+        member, kind = self._member, type(error).__name__
+        member.emit(AttemptRefused, identity.version, kind, str(error))
         if not isinstance(error, RunMismatch):
-            await member.send(Nack(member.ref, identity, member.holds, reason))
+            await member.send(Nack(member.ref, identity, member.holds, f"{kind}: {error}"))

@@ -20,6 +20,16 @@ from dcr.errors import (
     StateError,
     StorageRebound,
 )
+from dcr.events import (
+    FellBehind,
+    PrepareCompleted,
+    PrepareFailed,
+    PrepareStarted,
+    SeedFetchCompleted,
+    SeedFetchFailed,
+    SeedFetchStarted,
+    VersionReplaced,
+)
 from dcr.seams import Store
 from dcr.stages.compose import Uncomposable
 from dcr.subscribe.membership import Membership
@@ -91,7 +101,7 @@ class Backlog:
             try:
                 return await chain.back_from(store, head, until=holds)
             except IncompleteError as error:
-                self._member.emit("behind", holds.version, detail=str(error))
+                self._member.emit(FellBehind, holds.version, type(error).__name__, str(error))
         return await chain.back_from(store, head, until=None)
 
     # ------------------------------------------------------------------ deltas
@@ -110,29 +120,35 @@ class Backlog:
                 return
             if len(links) == 1:
                 raise  # memory is as it should be: it is the stored version that does not fit
-            self._divide(links, error)
-        except (Uncomposable, IncompleteError, PayloadError, LayoutError) as error:
+            self._most = len(links) // 2
+        except (Uncomposable, IncompleteError, PayloadError, LayoutError):
             member.move("dropped")
             if len(links) == 1:
                 raise
-            self._divide(links, error)
+            self._most = len(links) // 2
         else:
             member.move("prepared")
             member.move("head_names_it")
             await self._offers.offer_prepared(prepared)
 
-    def _divide(self, links: Sequence[chain.Stored], error: Exception) -> None:
-        self._most = len(links) // 2
-        detail = f"{len(links)} stored versions are not offered as one: {type(error).__name__}: {error}"
-        self._member.emit("divided", links[-1].open.identity.version, detail=detail)
-
     async def _prepare(self, store: Store, links: Sequence[chain.Stored]) -> Prepared:
+        member, version, began_s = self._member, links[-1].open.identity.version, time.monotonic()
+        member.emit(PrepareStarted, version, "stored", len(links))
+        try:
+            prepared = await self._prepared(store, links)
+        except Exception as error:
+            why, duration_s = (type(error).__name__, str(error)), time.monotonic() - began_s
+            member.emit(PrepareFailed, version, "stored", len(links), *why, duration_s)
+            raise
+        duration_s = time.monotonic() - began_s
+        member.emit(PrepareCompleted, version, "stored", len(links), prepared.changed, duration_s)
+        return prepared
+
+    async def _prepared(self, store: Store, links: Sequence[chain.Stored]) -> Prepared:
         member, link = self._member, links[0]
         await member.rank.bind(link.opened)
         if len(links) > 1:
-            prepared = await member.rank.compose(links, store.read)
-            member.emit("composed", prepared.identity.version, detail=f"{len(links)} stored versions as one")
-            return prepared
+            return await member.rank.compose(links, store.read)
         receipt = member.receipt(link.open, stored=True)
         async with aclosing(store.read(link.open.identity)) as messages:
             return await member.rank.prepare(receipt, reader(messages, link.open.identity), None)
@@ -152,23 +168,29 @@ class Backlog:
         """Fetch and verify a seed beside generation; None if it has to be written as it comes, which an event tells."""
         if len(_of_one_layout(links)) < len(links):
             return None
+        member, version, began_s = self._member, links[-1].open.identity.version, time.monotonic()
+        member.emit(SeedFetchStarted, version, len(links))
         try:
-            return await self._member.rank.sow(links, store.read)
-        except StorageRebound:
-            raise
+            seed = await member.rank.sow(links, store.read)
         except (DcrError, OSError, Overfull, Uncomposable) as error:
-            self._member.emit("unsown", links[-1].open.identity.version, detail=f"{type(error).__name__}: {error}")
+            why, duration_s = (type(error).__name__, str(error)), time.monotonic() - began_s
+            member.emit(SeedFetchFailed, version, len(links), *why, duration_s)
+            if isinstance(error, StorageRebound):
+                raise
             return None
+        member.emit(SeedFetchCompleted, version, len(links), time.monotonic() - began_s)
+        return seed
 
     async def _plant(self, version: Version, seed: Seed) -> Exception | None:
         """Write what was fetched over whatever live memory holds."""
-        member, began_s = self._member, time.monotonic()
+        member, begun = self._member, self._member.begin_install(version.identity, "seed")
         try:
             await member.rank.require_awake()
             await member.rank.require_epoch()
             await member.rank.require_unwritten()
         except (BaseMismatch, RankError, StateError, StorageRebound) as error:
-            return error  # nothing has been written
+            member.fail_install(begun, error, "unchanged")
+            return error
         if member.holds is not None:
             member.holds = None
             member.move("lost_trust")
@@ -177,20 +199,21 @@ class Backlog:
             pause_s = await member.rank.plant(seed)
             await member.rank.require_root(version.identity, seed.root)
         except Exception as error:  # of the engine, or of what its user makes of the weights
-            await member.poison(version.identity, error)
+            await member.poison(begun, version.identity, error)
             return error
-        await member.installed(version.identity, seed.root, began_s, pause_s)
+        await member.installed(begun, version.identity, seed.root, pause_s)
         return None
 
     async def _seed(self, store: Store, version: Version) -> Exception | None:
         """Write stored versions over whatever live memory holds: an anchor, and the deltas after it."""
-        member, began_s = self._member, time.monotonic()
+        member, begun = self._member, self._member.begin_install(version.identity, "seed")
         try:
             await member.rank.require_awake()
             await member.rank.require_epoch()
             links = await self._readable(store, version)
         except (IncompleteError, RankError, StateError, StorageRebound) as error:
-            return error  # nothing has been written
+            member.fail_install(begun, error, "unchanged")
+            return error
         if member.holds is not None:
             member.holds = None
             member.move("lost_trust")
@@ -202,9 +225,9 @@ class Backlog:
             await member.rank.require_root(version.identity, last.seal.root)
             await member.rank.refresh(version.identity, last.seal.root)
         except Exception as error:  # of the store, of the engine, or of what its user makes of the weights
-            await member.poison(version.identity, error)
+            await member.poison(begun, version.identity, error)
             return error
-        await member.installed(version.identity, last.seal.root, began_s, pause_s)
+        await member.installed(begun, version.identity, last.seal.root, pause_s)
         return None
 
     async def _readable(self, store: Store, version: Version) -> list[chain.Stored]:
@@ -237,7 +260,7 @@ class Backlog:
         """Make a version that was removed before it was installed the newest one; raises as `_look_again`."""
         head = await self._look_again(version.identity, error)
         if head != version.identity:
-            self._member.emit("replaced", version.number, detail=f"by {head}: {error}")
+            self._member.emit(VersionReplaced, version.number, head.version, type(error).__name__, str(error))
             version.identity = head
 
 

@@ -3,19 +3,60 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Concatenate, Literal, ParamSpec
 
 import anyio
 
 from dcr.commit import Member, Receipt, member_after
 from dcr.errors import BaseMismatch, DcrError, DigestMismatch, WireError
-from dcr.observe import Event, Observer
+from dcr.events import (
+    Event,
+    HeadStale,
+    InstallCompleted,
+    InstallFailed,
+    InstallStarted,
+    MessageIgnored,
+    Recognised,
+    ReportLost,
+    TrustLost,
+)
+from dcr.observe import Observer, tell
 from dcr.seams import Link, Run, Store
 from dcr.subscribe.rank import Rank
 from dcr.wire import Ack, Commit, Head, Header, Identity, Join, MemberRef, Message, Nack, Open
 
 READ_AGAIN_S = (0.0, 0.01, 0.1, 0.4)  # before each reading of a head that turns out to be older than it can be
 Standing = tuple[str, int, int]  # run, term and version, at least
+Fields = ParamSpec("Fields")
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """A version that is being written into live memory. kind: as of a `Version`; began_s: of time.monotonic()."""
+
+    identity: Identity
+    kind: Literal["delta", "seed"]
+    began_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """A head that is older than it can be: what it says (None: there is none), and what it must say at least."""
+
+    version: int | None
+    term: int | None
+    least_version: int
+    least_term: int
+
+    def __str__(self) -> str:
+        version = -1 if self.version is None else self.version
+        names = "no head" if self.term is None else f"version {version} and term {self.term}"
+        return (
+            f"expected version {self.least_version} or later and term {self.least_term} or later in the head, found "
+            f"{names}; it is not followed: see what answers for the run, a cache or a restored backup"
+        )
 
 
 class Membership:
@@ -23,7 +64,7 @@ class Membership:
 
     rank: its live memory. holds: the version in it, None if none that is known. head: the newest that was read.
     lacks: how many stored versions led from what it holds to the head when it last looked; from an anchor, if it holds
-    none of them. stale: why the head that was read last is not followed; empty if it is.
+    none of them. stale: why the head that was read last is not followed; None if it is.
     """
 
     def __init__(self, ref: MemberRef, run: Run, link: Link, rank: Rank, observe: Observer) -> None:
@@ -33,7 +74,7 @@ class Membership:
         self.holds: Identity | None = None
         self.state = Member.EMPTY
         self.lacks = 0
-        self.stale = ""
+        self.stale: Staleness | None = None
         self._announced: Standing | None = None  # by what was received, until the head has been read
         self._run = run
         self._link = link
@@ -58,13 +99,13 @@ class Membership:
             await anyio.sleep(pause_s)
             head, _ = await self._run.ledger.read()
             stale = _staleness(head, self.head, self._announced)
-            if not stale:
+            if stale is None:
                 break
         self._announced = None
-        if not stale:
+        if stale is None:
             self.head = head
         elif stale != self.stale:
-            self.emit("stale", head.identity.version if head and head.identity else None, detail=stale)
+            self.emit(HeadStale, stale.version, stale.term, stale.least_version, stale.least_term)
         self.stale = stale
         return self.head.identity if self.head else None
 
@@ -92,7 +133,7 @@ class Membership:
         try:
             return await self.receive()
         except WireError as error:
-            self.emit("ignored", detail=str(error))
+            self.emit(MessageIgnored, type(error).__name__, str(error))
             return None
 
     async def send(self, header: Header) -> None:
@@ -103,15 +144,18 @@ class Membership:
         try:
             await self.send(header)
         except (DcrError, OSError) as error:
-            self.emit("unsaid", detail=f"{type(header).__name__}: {type(error).__name__}: {error}")
+            self.emit(ReportLost, type(header).__name__, type(error).__name__, str(error))
 
     @property
     def join(self) -> Join:
         """That it takes part, and what it holds."""
         return Join(self.ref, self.holds, self.rank.reads_base)
 
-    def emit(self, name: str, version: int | None = None, **rest: Any) -> None:
-        self._observe(Event(name, version, self.ref.member, **rest))
+    def emit(
+        self, kind: Callable[Concatenate[float, str, Fields], Event], *args: Fields.args, **fields: Fields.kwargs
+    ) -> None:
+        """Tell the observer of an event of this member that happens now."""
+        tell(self._observe, kind, self.ref.member, *args, **fields)
 
     # ------------------------------------------------------------------ what live memory holds
 
@@ -129,29 +173,48 @@ class Membership:
         self.holds = identity
         self.move("recognised")
         await self.show()
-        self.emit("recognised", identity.version)
+        self.emit(Recognised, identity.version)
 
     async def show(self) -> None:
         """Have the engine show the version that it holds, if it can."""
         if self.holds is not None:
             await self.rank.show(self.holds.version)
 
-    async def installed(self, identity: Identity, root: bytes, began_s: float, pause_s: float) -> None:
-        """A version has been written and read back: show it, and say so."""
+    def begin_install(self, identity: Identity, kind: Literal["delta", "seed"]) -> Installation:
+        """A version is about to be written."""
+        self.emit(InstallStarted, identity.version, kind)
+        return Installation(identity, kind, time.monotonic())
+
+    def fail_install(
+        self, begun: Installation, error: Exception, live: Literal["unchanged", "undone", "poisoned"]
+    ) -> None:
+        """A version could not be written; live: what live memory holds now."""
+        self.emit(
+            InstallFailed,
+            begun.identity.version,
+            begun.kind,
+            live=live,
+            error=type(error).__name__,
+            reason=str(error),
+            duration_s=time.monotonic() - begun.began_s,
+        )
+
+    async def installed(self, begun: Installation, identity: Identity, root: bytes, pause_s: float) -> None:
+        """A version, which may have replaced the one that was begun, has been written and read back: say so."""
         self.holds = identity
         self.lacks = 0
         self.move("installed")
         await self.show()
-        self.emit("installed", identity.version, detail=f"{time.monotonic() - began_s:.6f} s", pause_s=pause_s)
+        self.emit(InstallCompleted, identity.version, begun.kind, pause_s, time.monotonic() - begun.began_s)
         await self.say(Ack("installed", self.ref, identity, root, pause_s))
         await self.say(self.join)
 
-    async def poison(self, identity: Identity, error: Exception) -> None:
+    async def poison(self, begun: Installation, identity: Identity, error: Exception) -> None:
         """Live memory may hold half of a version: say so."""
         reason = f"poisoned: {type(error).__name__}: {error}"
         self.holds = None
         self.move("failed")
-        self.emit("poisoned", identity.version, detail=reason)
+        self.fail_install(begun, error, "poisoned")
         await self.say(Nack(self.ref, identity, None, reason))
 
     async def doubt(self, identity: Identity, error: BaseMismatch | DigestMismatch) -> bool:
@@ -170,13 +233,13 @@ class Membership:
 
     def lose_trust(self, identity: Identity, error: Exception) -> None:
         """Live memory holds something else than was believed: it has to be seeded."""
-        self.emit("lost_trust", identity.version, detail=str(error))
+        self.emit(TrustLost, identity.version, type(error).__name__, str(error))
         self.holds = None
         self.move("lost_trust")
 
 
-def _staleness(head: Head | None, newest: Head | None, announced: Standing | None) -> str:
-    """What makes a head older than one that was read or announced before; empty if nothing does.
+def _staleness(head: Head | None, newest: Head | None, announced: Standing | None) -> Staleness | None:
+    """What makes a head older than one that was read or announced before; None if nothing does.
 
     Heads of two runs have no order: whoever starts a new run where another one was is followed.
     """
@@ -185,12 +248,9 @@ def _staleness(head: Head | None, newest: Head | None, announced: Standing | Non
     before += [announced] if announced else []
     for run, least_term, least_version in before:
         if (head is None or run == head.run) and (term < least_term or version < least_version):
-            return (
-                f"expected version {least_version} or later and term {least_term} or later in the head, found "
-                f"{f'version {version} and term {term}' if head else 'no head'}; it is not followed: see what answers "
-                "for the run, a cache or a restored backup"
-            )
-    return ""
+            named = head.identity.version if head and head.identity else None
+            return Staleness(named, head.term if head else None, least_version, least_term)
+    return None
 
 
 def _version(head: Head) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -72,26 +71,28 @@ class Offers:
         await self.offer(Version(prepared.identity, "delta", prepared.changed), partial(self._install, prepared))
 
     async def _install(self, prepared: Prepared) -> Exception | None:
-        member, began_s = self._member, time.monotonic()
+        member, begun = self._member, self._member.begin_install(prepared.identity, "delta")
         try:
             await member.rank.require_awake()
             await member.rank.require_epoch()
             await member.rank.require_unwritten()
         except (StorageRebound, StateError) as error:
-            return error  # nothing has been written
+            member.fail_install(begun, error, "unchanged")
+            return error
         except BaseMismatch as error:
+            member.fail_install(begun, error, "unchanged")
             member.lose_trust(prepared.identity, error)
             return error
         member.move("install")
         try:
             pause_s = await member.rank.install(prepared)
         except Poisoned as error:
-            await member.poison(prepared.identity, error)
+            await member.poison(begun, prepared.identity, error)
             return error
         except Exception as error:
             member.move("undone")
             await member.show()
-            member.emit("undone", prepared.identity.version, detail=f"{type(error).__name__}: {error}")
+            member.fail_install(begun, error, "undone")
             return error
-        await member.installed(prepared.identity, prepared.root, began_s, pause_s)
+        await member.installed(begun, prepared.identity, prepared.root, pause_s)
         return None

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from inspect import iscoroutinefunction
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
 import anyio
+import msgspec
 
 from dcr import commit, plugins
 from dcr.budget import ByteBudget, MiB
 from dcr.closing import Contexts, Life
 from dcr.errors import LocalError, OptionError, StateError, StorageRebound
-from dcr.observe import Event, Observer, ignore
+from dcr.events import Event, PipelineEvent, SubscriberFailed
+from dcr.observe import Observer, ignore
 from dcr.seams import BasedCodec, Codec, Loader, Releasing, Transport
 from dcr.seams.required import OBSERVER, SECONDS, WHOLE, Rule, instance, judge, optional, require
 from dcr.subscribe.attempts import Attempts
@@ -94,7 +95,7 @@ class Subscriber:
             codecs=codecs,
             timeout_s=fetch_timeout_s,
             workers=workers,
-            observe=self._of_member,
+            observe=ignore if observe is ignore else self._of_member,
             after_install=after_install,
         )
         self._member: Membership | None = None
@@ -223,12 +224,15 @@ class Subscriber:
                     await attempts.take(message, message.header)
         except Exception as error:
             self._error = error
-            member.emit("failed", detail=f"{type(error).__name__}: {error}")
+            member.emit(SubscriberFailed, type(error).__name__, str(error))
         finally:
             offers.end()
 
     def _of_member(self, event: Event) -> None:
-        self._observe(replace(event, member=self._ref.member))
+        """An event of this member's stages, which do not know whose they are."""
+        if isinstance(event, PipelineEvent):
+            event = msgspec.structs.replace(event, member=self._ref.member)
+        self._observe(event)
 
 
 def _require_name(member: str) -> None:

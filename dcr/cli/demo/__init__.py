@@ -4,7 +4,8 @@ A trainer process trains a small transformer on the samples of two rollout proce
 reaches them as a refit while they generate. No network, no download. The map of the package:
 
     policy, samples        the model with its task; samples on their way to the trainer
-    trainer, rollout       the processes; `orders` is what they are asked, `events` what they tell
+    trainer, rollout       the processes; `orders` is what they are asked, `results` what they leave, and `stream`
+                           how their events come: those of dcr itself
     processes              their lives: started, heard, ended
     rows, screen           what was measured, and how it is shown
     bits, audit            the comparison at the end, which does not trust dcr
@@ -18,9 +19,10 @@ from pathlib import Path
 
 import anyio
 
-from dcr.cli.demo import audit, events, processes, screen
+from dcr.cli.demo import audit, processes, results, screen
 from dcr.cli.demo.orders import RolloutOrder, TrainerOrder
 from dcr.cli.demo.rows import Tally
+from dcr.events import AttemptRefused, ChunkRefused, Event, PublishCompleted
 
 MEMBERS = ("rollout-0", "rollout-1")
 FAULTS = ("weights", "wire")
@@ -64,8 +66,8 @@ def run(
                 shown.say(f"failed in phase: {tally.phase}\n{failure}")
                 return FAILED
             shown.settle()
-            summarise(tally, shown)
-            code = compare(tally, shown)
+            summarise(tally, Path(folder), shown)
+            code = compare(Path(folder), shown)
         shown.say(f"total {time.monotonic() - start:.1f} s")
     if inject_fault == "wire" and not tally.refusals:
         shown.say("a bit was to be flipped on the wire, but nobody refused anything")
@@ -91,17 +93,21 @@ def order(folder: Path, *, refits: int, fault: str | None, seed: int, size: str)
     return children
 
 
-def listener(tally: Tally, shown: screen.Screen) -> Callable[[events.Event], None]:
+def listener(tally: Tally, shown: screen.Screen) -> Callable[[Event], None]:
     """What to do with each event: count it, and show what it completes."""
 
-    def hear(event: events.Event) -> None:
+    def hear(event: Event) -> None:
         row = tally.take(event)
-        if isinstance(event, events.Refused):
-            shown.say(f"{event.member} refused: {event.reason}")
-        elif isinstance(event, events.Noted):
-            shown.say(f"{event.member}: {event.text}")
-        elif isinstance(event, events.Committed) and event.sent_again_bytes:
-            shown.say(f"trainer sent {screen.size(event.sent_again_bytes)} of version {event.version} again")
+        match event:
+            case ChunkRefused():
+                what = f"version {event.version}, frame {event.frame}"
+                shown.say(f"{event.member} refused: {what}: {event.error}: {event.reason}")
+            case AttemptRefused():
+                shown.say(f"{event.member} refused: version {event.version}: {event.error}: {event.reason}")
+            case PublishCompleted() if event.sent_again_bytes:
+                shown.say(f"trainer sent {screen.size(event.sent_again_bytes)} of version {event.version} again")
+            case _:
+                pass
         if row is not None:
             shown.row(row)
         shown.phase(tally.phase)
@@ -109,9 +115,12 @@ def listener(tally: Tally, shown: screen.Screen) -> Callable[[events.Event], Non
     return hear
 
 
-def summarise(tally: Tally, shown: screen.Screen) -> None:
+def summarise(tally: Tally, folder: Path, shown: screen.Screen) -> None:
     """The whole run in a few lines."""
-    rows = tally.deltas
+    rows, rollouts = tally.deltas, {member: results.read(folder, member) for member in MEMBERS}
+    for member, rollout in rollouts.items():
+        if rollout.fault is not None:
+            shown.say(f"{member}: {rollout.fault}")
     wire, dense = (sum(getattr(row.committed, name) for row in rows) for name in ("wire_bytes", "dense_bytes"))
     beside, alone = tally.decode_rates()
     shipping_s = sum(row.ship_s for row in rows)
@@ -119,8 +128,9 @@ def summarise(tally: Tally, shown: screen.Screen) -> None:
     for line in screen.LEGEND:
         shown.say(line)
     shown.say(
-        f"{len(rows)} refits of {tally.elements:,} elements: {screen.size(wire)} instead of {screen.size(dense)} "
-        f"({dense / wire:.1f}x less), mean density {100 * sum(row.committed.density for row in rows) / len(rows):.2f} %"
+        f"{len(rows)} refits of {rows[-1].committed.total_elems:,} elements: "
+        f"{screen.size(wire)} instead of {screen.size(dense)} "
+        f"({dense / wire:.1f}x less), mean density {100 * sum(row.density for row in rows) / len(rows):.2f} %"
     )
     shown.say(
         f"under way {shipping_s:.2f} s in all; meanwhile a training step was in progress "
@@ -131,20 +141,21 @@ def summarise(tally: Tally, shown: screen.Screen) -> None:
         f"decode steps per second: {beside:.0f} while a refit was under way, {alone:.0f} while none was; "
         f"longest pause {1000 * max(row.pause_s for row in rows):.1f} ms"
     )
-    steps = tally.steps
+    steps = results.read(folder, "trainer").steps
     shown.say(
-        f"{len(steps)} optimizer steps on {sum(step.samples for step in steps)} samples of {tally.samples} generated; "
+        f"{len(steps)} optimizer steps on {sum(step.samples for step in steps)} samples of "
+        f"{sum(rollout.samples for rollout in rollouts.values())} generated; "
         f"mean reward {sum(step.reward for step in steps) / len(steps):.3f}, "
         f"importance ratio {sum(step.ratio for step in steps) / len(steps):.4f}"
     )
 
 
-def compare(tally: Tally, shown: screen.Screen) -> int:
+def compare(folder: Path, shown: screen.Screen) -> int:
     """The audit of every receiver against the trainer, on integer views."""
     shown.say("")
     different = False
     for member in MEMBERS:
-        verdict = audit.audit(Path(tally.dumps["trainer"].folder), Path(tally.dumps[member].folder))
+        verdict = audit.audit(folder / "trainer", folder / member)
         if not verdict.differences:
             shown.say(
                 f"{member}, version {verdict.version}: all {verdict.tensors} tensors equal the trainer's, "

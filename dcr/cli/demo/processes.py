@@ -16,7 +16,8 @@ import anyio.abc
 import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from dcr.cli.demo import events
+from dcr.cli.demo import stream
+from dcr.events import Event
 
 LONGEST_EVENT_BYTES = 1 << 24
 TAIL_LINES = 40
@@ -35,9 +36,7 @@ class Child(msgspec.Struct, frozen=True):
     arguments: msgspec.Struct
 
 
-async def conduct(
-    children: list[Child], folder: Path, hear: Callable[[events.Event], None], *, deadline_s: float
-) -> None:
+async def conduct(children: list[Child], folder: Path, hear: Callable[[Event], None], *, deadline_s: float) -> None:
     """Run all children to their end; `hear` gets each event as it comes.
 
     Raises:
@@ -81,7 +80,7 @@ async def conduct(
         raise failures[0]
 
 
-async def _listen(child: Child, process: anyio.abc.Process, hear: Callable[[events.Event], None]) -> None:
+async def _listen(child: Child, process: anyio.abc.Process, hear: Callable[[Event], None]) -> None:
     """Hear events until the child says no more."""
     if process.stdout is None:
         raise ChildError(f"{child.member} has no standard output")
@@ -92,7 +91,7 @@ async def _listen(child: Child, process: anyio.abc.Process, hear: Callable[[even
         except anyio.IncompleteRead:
             return
         try:
-            hear(events.decode(line))
+            hear(stream.decode(line))
         except msgspec.DecodeError as error:
             raise ChildError(f"{child.member} said {line[:200]!r}, which is not an event: {error}") from error
 

@@ -1,9 +1,8 @@
 """One rollout of the demo: generates with its serving copy, and installs each version as it is committed.
 
-Started by `dcr.cli.demo.run` as a process of its own; tells the parent what it measured as events.
+Started by `dcr.cli.demo.run` as a process of its own; its events go to the parent.
 """
 
-import time
 from pathlib import Path
 
 import anyio
@@ -12,23 +11,24 @@ import torch
 
 import dcr
 from dcr import plugins
-from dcr.cli.demo import bits, events, policy, samples
+from dcr.cli.demo import bits, policy, results, samples, stream
 from dcr.cli.demo.orders import RolloutOrder, rollout_order
 from dcr.testing import FaultyTransport, flip_one_chunk
 
 FIRST_DELTA = 2
+DECODING = "decoding"  # as user's work
 
 
 class Engine:
     """The serving copy and its generation, one decode step at a time; `pause` is held by whoever uses the weights."""
 
-    def __init__(self, order: RolloutOrder) -> None:
+    def __init__(self, order: RolloutOrder, emit: stream.Emitter) -> None:
         torch.manual_seed(order.seed)  # other weights than the trainer's: the anchor has to replace them all
         self.model = policy.to_serving(policy.Policy(policy.SIZES[order.size]))
         self.pause = anyio.Lock()
         self.version = 0
         self.groups = 0
-        self.generating = events.SpanLog()
+        self._emit = emit
         self._member = order.member
         self._samples = Path(order.folder) / "samples"
         self._generator = torch.Generator().manual_seed(order.seed)
@@ -40,7 +40,7 @@ class Engine:
             group = policy.Decoding(self.model, self._generator)
             while not group.done:
                 async with self.pause:
-                    with self.generating.running():
+                    with stream.working(self._emit, DECODING, member=self._member):
                         await anyio.to_thread.run_sync(group.step)
                     end_version = self.version
             self.groups += 1
@@ -52,35 +52,30 @@ class Engine:
         samples.write(self._samples, self._member, self.groups, held)
 
 
-async def serve(order: RolloutOrder, emit: events.Emitter) -> None:
+async def serve(order: RolloutOrder, emit: stream.Emitter) -> None:
     """Follow the trainer up to the last version, then write down every bit that is held."""
-    engine, folder = Engine(order), Path(order.folder) / order.member
-
-    def observe(event: dcr.Event) -> None:
-        if event.name == "refused":
-            what = f"version {event.version}" + ("" if event.frame is None else f", frame {event.frame}")
-            emit(events.Refused(order.member, f"{what}: {event.detail}"))
-
-    async with dcr.subscriber(
-        order.url,
-        loader=dcr.loader("module", engine.model),
-        member=order.member,
-        transport=flipping(order.url) if order.fault == "wire" else None,
-        observe=observe,
-    ) as versions:
-        emit(events.Started(order.member, policy.parameters_total(engine.model)))
-        async with anyio.create_task_group() as tasks:
-            async for version in versions:
-                await install(version, engine, order.member, emit)
-                if version.number == order.last:
-                    break
-                if engine.groups == 0 and version.number == 1:
-                    tasks.start_soon(engine.generate)
-            tasks.cancel_scope.cancel()
-    if order.fault == "weights":
-        emit(events.Noted(order.member, bits.flip(engine.model, seed=order.seed)))
-    bits.dump(folder, engine.model, member=order.member, version=engine.version)
-    emit(events.Dumped(order.member, engine.version, str(folder), engine.groups * engine.model.sizes.group))
+    engine, folder = Engine(order, emit), Path(order.folder)
+    async with (
+        dcr.subscriber(
+            order.url,
+            loader=dcr.loader("module", engine.model),
+            member=order.member,
+            transport=flipping(order.url) if order.fault == "wire" else None,
+            observe=emit,
+        ) as versions,
+        anyio.create_task_group() as tasks,
+    ):
+        async for version in versions:
+            await install(version, engine)
+            if version.number == order.last:
+                break
+            if engine.groups == 0 and version.number == 1:
+                tasks.start_soon(engine.generate)
+        tasks.cancel_scope.cancel()
+    flipped = bits.flip(engine.model, seed=order.seed) if order.fault == "weights" else None
+    bits.dump(folder / order.member, engine.model, member=order.member, version=engine.version)
+    result = results.Result(samples=engine.groups * engine.model.sizes.group, fault=flipped)
+    results.write(folder, order.member, result)
 
 
 def flipping(url: str) -> FaultyTransport:
@@ -88,21 +83,17 @@ def flipping(url: str) -> FaultyTransport:
     return FaultyTransport(plugins.transport_for(url), on_receive=flip_one_chunk(FIRST_DELTA))
 
 
-async def install(version: dcr.Version, engine: Engine, member: str, emit: events.Emitter) -> None:
+async def install(version: dcr.Version, engine: Engine) -> None:
     """Move the live weights to a prepared version; only the scatter happens while generation is paused."""
-    asked = time.monotonic()
     async with engine.pause:
-        start = time.monotonic()
         await version.install()
-        end = time.monotonic()
         engine.version = version.number
-    emit(events.Installed(member, version.number, end - start, start - asked, engine.generating.take()))
 
 
 def main() -> None:
     """Entry point of the process."""
-    order, emit = rollout_order(), events.Emitter()
-    events.obey_parent()
+    order, emit = rollout_order(), stream.Emitter()
+    stream.obey_parent()
     torch.set_num_threads(1)
     anyio.run(serve, order, emit)
 

@@ -67,15 +67,14 @@ def share(value: float | None) -> str:
 
 def cells(row: Row) -> tuple[str, ...]:
     """The texts of one row, in the order of the headings."""
-    stages = row.committed.stages
     return (
         f"{row.version}",
-        "anchor" if row.anchor else f"{100 * row.committed.density:.2f} %",
+        "anchor" if row.anchor else f"{100 * row.density:.2f} %",
         size(row.committed.wire_bytes),
         f"{row.reduction:.1f}x",
         " ".join(
-            f"{name} {1000 * stage.busy_s:.0f}{'*' if name == row.committed.bottleneck else ''}"
-            for name, stage in stages.items()
+            f"{stage.stage} {1000 * stage.busy_s:.0f}{'*' if stage.stage == row.bottleneck else ''}"
+            for stage in row.stages
         ),
         f"{1000 * row.ship_s:.0f} ms",
         share(row.training_share),

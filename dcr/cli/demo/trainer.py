@@ -1,10 +1,9 @@
 """The demo's trainer: policy-gradient steps on the rollouts' samples, and a refit after each.
 
-Started by `dcr.cli.demo.run` as a process of its own; tells the parent what it measured as events.
+Started by `dcr.cli.demo.run` as a process of its own; its events go to the parent.
 """
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -12,11 +11,12 @@ import anyio.to_thread
 import torch
 
 import dcr
-from dcr.cli.demo import bits, events, policy, samples
+from dcr.cli.demo import bits, policy, results, samples, stream
 from dcr.cli.demo.orders import TrainerOrder, trainer_order
 
 LEARNING_RATE = 1e-6
 WARM_UP_STEPS = 4
+TRAINING = "training"  # as user's work
 
 
 @dataclass(slots=True)
@@ -26,7 +26,6 @@ class Learner:
     model: policy.Policy
     optimizer: torch.optim.AdamW
     warm_up: torch.optim.lr_scheduler.LambdaLR
-    computing: events.SpanLog = field(default_factory=events.SpanLog)
 
     @classmethod
     def build(cls, size: str) -> "Learner":
@@ -58,32 +57,31 @@ class Learner:
         self.warm_up.step()
 
 
-async def train(order: TrainerOrder, emit: events.Emitter) -> None:
+async def train(order: TrainerOrder, emit: stream.Emitter) -> None:
     """Publish the anchor, then take one step per refit: version n ships while the step for n + 1 is computed."""
     torch.manual_seed(order.seed)
     folder = Path(order.folder)
-    learner = Learner.build(order.size)
+    learner, steps = Learner.build(order.size), list[results.Step]()
     last = order.refits + 1
     source = dcr.source(learner.model, dtype="bfloat16")
-    async with dcr.publisher(order.url, source=source) as publisher, anyio.create_task_group() as tasks:
-        emit(events.Started("trainer", policy.parameters_total(learner.model)))
+    async with dcr.publisher(order.url, source=source, observe=emit) as publisher:
         await publisher.joined(order.members)
-        refit, committed = await ship(publisher, 1, learner, emit, tasks)
+        refit = await publisher.publish(version=1)
         for version in range(2, last + 1):
             groups, stale = await gather(folder / "samples", order.members)
-            with learner.computing.running():
+            with stream.working(emit, TRAINING, version=version):
                 reward, ratio, clipped = await anyio.to_thread.run_sync(learner.forward_backward, groups)
             await publisher.captured()
-            with learner.computing.running():
+            with stream.working(emit, TRAINING, version=version):
                 await anyio.to_thread.run_sync(learner.step)
             drawn = sum(len(group.rewards) for group in groups)
-            emit(events.Stepped(version, reward, ratio, clipped, drawn, stale, learner.computing.take()))
-            await committed.wait()
-            refit, committed = await ship(publisher, version, learner, emit, tasks)
-        await committed.wait()
+            steps.append(results.Step(version, reward, ratio, clipped, drawn, stale))
+            await refit.committed()
+            refit = await publisher.publish(version=version)
+        await refit.committed()
         await refit.installed()
     bits.dump(folder / "trainer", learner.model, member="trainer", version=last)
-    emit(events.Dumped("trainer", last, str(folder / "trainer"), 0))
+    results.write(folder, "trainer", results.Result(steps=tuple(steps)))
 
 
 async def gather(folder: Path, count: int, *, poll_s: float = 0.01) -> tuple[list[samples.Group], int]:
@@ -95,46 +93,10 @@ async def gather(folder: Path, count: int, *, poll_s: float = 0.01) -> tuple[lis
         await anyio.sleep(poll_s)
 
 
-async def ship(
-    publisher: dcr.Publisher, version: int, learner: Learner, emit: events.Emitter, tasks: anyio.abc.TaskGroup
-) -> tuple[dcr.Refit, anyio.Event]:
-    """Publish a version and report on it beside the training; the event is set once that is done."""
-    start, done = time.monotonic(), anyio.Event()
-    refit = await publisher.publish(version=version)
-
-    async def watch() -> None:
-        report = await refit.committed()
-        emit(describe(report, (start, time.monotonic()), learner.computing.take()))
-        done.set()
-
-    tasks.start_soon(watch)
-    return refit, done
-
-
-def describe(report: dcr.Report, shipping: events.Span, computing: tuple[events.Span, ...]) -> events.Committed:
-    """The report of a refit as an event."""
-    return events.Committed(
-        version=report.version,
-        density=report.density,
-        changed=report.changed,
-        wire_bytes=report.wire_bytes,
-        dense_bytes=report.dense_bytes,
-        sent_again_bytes=report.sent_again,
-        stages={
-            stage.name: events.StageTime(stage.busy_s, stage.blocked_in_s, stage.blocked_out_s, stage.items)
-            for stage in report.stages.stages
-        },
-        bottleneck=report.stages.bottleneck,
-        captured_s=report.captured_s,
-        shipping=shipping,
-        computing=computing,
-    )
-
-
 def main() -> None:
     """Entry point of the process."""
-    order, emit = trainer_order(), events.Emitter()
-    events.obey_parent()
+    order, emit = trainer_order(), stream.Emitter()
+    stream.obey_parent()
     torch.set_num_threads(1)
     anyio.run(train, order, emit)
 

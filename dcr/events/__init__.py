@@ -1,0 +1,133 @@
+"""Events: what happened at either end, one frozen struct each. `Event` is the union of all of them.
+
+Rule of this folder: data only. A number has a field of its own, with its unit in its name; an error is its class's
+name (`error`) and its message (`reason`); no text is composed of them. `at_s` is time.monotonic() when it happened.
+What takes time is started, and then completed or failed, which repeat the start's fields and have `duration_s`; what
+was cancelled is only started. In JSON an event is an object whose `event` is the name: `msgspec.json.encode(event)`,
+and `msgspec.json.decode(line, type=Event)`.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from dcr.events.both import MessageIgnored, PipelineEvent, StageCompleted, StageFailed, StageStarted, StageWorked
+from dcr.events.member import (
+    AttemptRefused,
+    ChunkRefused,
+    FellBehind,
+    HeadStale,
+    InstallCompleted,
+    InstallFailed,
+    InstallStarted,
+    MemberEvent,
+    PrepareCompleted,
+    PrepareFailed,
+    PrepareStarted,
+    Recognised,
+    ReportLost,
+    SeedFetchCompleted,
+    SeedFetchFailed,
+    SeedFetchStarted,
+    SubscriberFailed,
+    TrustLost,
+    VersionReplaced,
+)
+from dcr.events.program import UserEvent, UserWorkCompleted, UserWorkFailed, UserWorkStarted
+from dcr.events.publisher import (
+    AnchorCompleted,
+    AnchorFailed,
+    AnchorStarted,
+    AttemptAborted,
+    AttemptOpened,
+    AttemptSealed,
+    CaptureCompleted,
+    CaptureFailed,
+    CaptureStarted,
+    ChunkSentAgain,
+    PruneCompleted,
+    PruneFailed,
+    PruneStarted,
+    PublishCompleted,
+    PublisherEvent,
+    PublishFailed,
+    PublishStarted,
+    ResendIgnored,
+)
+from dcr.events.roster import (
+    ChunksWanted,
+    MemberDismissed,
+    MemberDoubled,
+    MemberInstalled,
+    MemberJoined,
+    MemberLeft,
+    MemberPrepared,
+    MemberRefused,
+    MemberTimedOut,
+    RosterEvent,
+    VoteRefused,
+)
+
+Event: TypeAlias = PipelineEvent | MessageIgnored | PublisherEvent | RosterEvent | MemberEvent | UserEvent
+
+__all__ = [
+    "AnchorCompleted",
+    "AnchorFailed",
+    "AnchorStarted",
+    "AttemptAborted",
+    "AttemptOpened",
+    "AttemptRefused",
+    "AttemptSealed",
+    "CaptureCompleted",
+    "CaptureFailed",
+    "CaptureStarted",
+    "ChunkRefused",
+    "ChunkSentAgain",
+    "ChunksWanted",
+    "Event",
+    "FellBehind",
+    "HeadStale",
+    "InstallCompleted",
+    "InstallFailed",
+    "InstallStarted",
+    "MemberDismissed",
+    "MemberDoubled",
+    "MemberEvent",
+    "MemberInstalled",
+    "MemberJoined",
+    "MemberLeft",
+    "MemberPrepared",
+    "MemberRefused",
+    "MemberTimedOut",
+    "MessageIgnored",
+    "PipelineEvent",
+    "PrepareCompleted",
+    "PrepareFailed",
+    "PrepareStarted",
+    "PruneCompleted",
+    "PruneFailed",
+    "PruneStarted",
+    "PublishCompleted",
+    "PublishFailed",
+    "PublishStarted",
+    "PublisherEvent",
+    "Recognised",
+    "ReportLost",
+    "ResendIgnored",
+    "RosterEvent",
+    "SeedFetchCompleted",
+    "SeedFetchFailed",
+    "SeedFetchStarted",
+    "StageCompleted",
+    "StageFailed",
+    "StageStarted",
+    "StageWorked",
+    "SubscriberFailed",
+    "TrustLost",
+    "UserEvent",
+    "UserWorkCompleted",
+    "UserWorkFailed",
+    "UserWorkStarted",
+    "VersionReplaced",
+    "VoteRefused",
+]
