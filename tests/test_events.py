@@ -17,19 +17,22 @@ from hypothesis import strategies as st
 from refits import FAST, Rollout, Weights, empty_like, publish, running, set_bits
 
 import dcr
-from dcr.errors import SchemaError
+from dcr.errors import SchemaError, StorageRebound
 from dcr.events import (
     AnchorCompleted,
+    AnchorFailed,
     AnchorStarted,
     CaptureFailed,
     CaptureStarted,
     Event,
     InstallCompleted,
+    InstallFailed,
     MemberEvent,
     MessageIgnored,
     PipelineEvent,
     PrepareCompleted,
     PruneCompleted,
+    PublishCompleted,
     PublisherEvent,
     PublishFailed,
     PublishStarted,
@@ -37,6 +40,8 @@ from dcr.events import (
     StageFailed,
     UserEvent,
 )
+from dcr.testing import FaultyTransport
+from dcr.wire import Message, Open
 
 TABLE = Path(__file__).parent.parent / "docs" / "events.md"
 EVENTS: tuple[Any, ...] = get_args(Event)
@@ -125,7 +130,11 @@ async def refits(folder: Path, count: int, **options: Any) -> tuple[list[Event],
     async with (
         running(folder, [rollout]) as url,
         dcr.publisher(
-            url, source=dcr.source(trainer), transport=FAST, frame_elems=1000, observe=seen.append, **options
+            url,
+            source=dcr.source(trainer),
+            frame_elems=1000,
+            observe=seen.append,
+            **{"transport": FAST, **options},
         ) as publisher,
     ):
         await publisher.joined(1)
@@ -167,6 +176,36 @@ async def test_a_stored_anchor_is_told_with_what_it_cost(tmp_path: Path) -> None
     assert started == [event.version for event in completed] != []
     assert all(event.chunks == 4 and event.wire_bytes > 0 for event in completed)
     assert [event.below for event in seen if isinstance(event, PruneCompleted)]
+
+
+async def test_an_anchor_that_cannot_be_stored_tells_why_and_the_version_stays(tmp_path: Path) -> None:
+    def fail(message: Message) -> tuple[Message, ...]:
+        if isinstance(message.header, Open) and message.header.identity.attempt > 1:
+            raise OSError(28, "no space left")
+        return (message,)
+
+    seen, _ = await refits(tmp_path, 3, anchor_every=2, transport=FaultyTransport(FAST, on_send=fail))
+    failed = [(event.version, event.error, event.reason) for event in seen if isinstance(event, AnchorFailed)]
+    assert failed == [(2, "OSError", "[Errno 28] no space left")]
+    assert [event.version for event in seen if isinstance(event, PublishCompleted)] == [1, 2, 3]
+
+
+async def test_an_installation_that_wrote_nothing_says_so(tmp_path: Path) -> None:
+    seen, trainer = list[Event](), Weights({"w": torch.zeros(4000, dtype=torch.bfloat16)})
+    receiver, url = empty_like(trainer), f"local://{tmp_path}"
+    loader = dcr.loader("module", receiver)
+    async with (
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
+        dcr.subscriber(url, loader=loader, member="m", transport=FAST, observe=seen.append) as versions,
+    ):
+        await publisher.joined(1)
+        await publisher.publish(1)
+        version = await anext(versions)
+        receiver.w = torch.nn.Parameter(torch.ones_like(receiver.w), requires_grad=False)
+        with pytest.raises(StorageRebound):
+            await version.install()
+    failed = [(event.version, event.live, event.error) for event in seen if isinstance(event, InstallFailed)]
+    assert failed == [(1, "unchanged", "StorageRebound")]
 
 
 async def test_a_version_that_cannot_be_read_tells_why_in_fields(tmp_path: Path) -> None:

@@ -33,7 +33,15 @@ from dcr.errors import (
     StorageRebound,
     VoteError,
 )
-from dcr.events import AttemptRefused, ChunkRefused, ChunkSentAgain, ChunksWanted
+from dcr.events import (
+    AttemptRefused,
+    ChunkRefused,
+    ChunkSentAgain,
+    ChunksWanted,
+    InstallCompleted,
+    InstallFailed,
+    MemberTimedOut,
+)
 from dcr.testing import FaultyTransport, flip_bit, flip_one_chunk
 from dcr.wire import Ack, Chunk, Head, Header, Identity, Message, Open, Seal
 
@@ -325,9 +333,9 @@ async def test_a_sealed_version_that_is_not_committed_is_never_installed(
 async def test_a_quorum_commits_without_the_members_that_do_not_answer(tmp_path: Path, trainer: Weights) -> None:
     good, silent = (Rollout(empty_like(trainer, torch.clone), name) for name in ("good", "silent"))
     mute = FaultyTransport(FAST, on_send=lambda message: () if isinstance(message.header, Ack) else (message,))
-    url = f"local://{tmp_path}"
+    url, options, seen = f"local://{tmp_path}", {"vote_timeout_s": 0.3, "quorum": 1}, list[dcr.Event]()
     async with (
-        dcr.publisher(url, source=dcr.source(trainer), transport=FAST, vote_timeout_s=0.3, quorum=1) as publisher,
+        dcr.publisher(url, source=dcr.source(trainer), transport=FAST, observe=seen.append, **options) as publisher,
         anyio.create_task_group() as group,
     ):
         group.start_soon(good.run, url)
@@ -335,6 +343,8 @@ async def test_a_quorum_commits_without_the_members_that_do_not_answer(tmp_path:
         await publisher.joined(2)
         report = await publish(publisher, 1)
         assert report.members == {"good": "prepared", "silent": "no vote within 0.3 s"}
+        late = [(event.version, event.member, event.timeout_s) for event in seen if isinstance(event, MemberTimedOut)]
+        assert late == [(1, "silent", 0.3)]
         await silent.reached(1)  # it follows the head all the same
         require_equal(silent.module, state(trainer))
         group.cancel_scope.cancel()
@@ -398,8 +408,8 @@ async def test_an_installation_that_fails_half_way_is_undone_and_may_be_tried_ag
     async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST, frame_elems=ELEMS // 4) as publisher:
         await publish(publisher, 1)
         before = state(trainer)
-        loader = Breaking(receiver, at=at)
-        async with dcr.subscriber(url, loader=loader, member="m", transport=FAST) as versions:
+        loader, seen = Breaking(receiver, at=at), list[dcr.Event]()
+        async with dcr.subscriber(url, loader=loader, member="m", transport=FAST, observe=seen.append) as versions:
             assert versions.version == 1
             touch(trainer, 2)
             await publisher.joined(1)
@@ -415,6 +425,11 @@ async def test_an_installation_that_fails_half_way_is_undone_and_may_be_tried_ag
             assert said(await refit.installed()) == {"m": "installed"}
             with pytest.raises(StateError, match="installed already"):
                 await version.install()
+    failed = [
+        (event.version, event.kind, event.live, event.error) for event in seen if isinstance(event, InstallFailed)
+    ]
+    assert failed == [(2, "delta", "undone", "ReadBackError")]
+    assert [event.version for event in seen if isinstance(event, InstallCompleted)] == [2]
 
 
 async def test_a_member_that_can_not_undo_is_poisoned_by_name_and_seeded_anew(tmp_path: Path, trainer: Weights) -> None:
@@ -422,8 +437,8 @@ async def test_a_member_that_can_not_undo_is_poisoned_by_name_and_seeded_anew(tm
     url = f"local://{tmp_path}"
     async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST, frame_elems=ELEMS // 4) as publisher:
         await publish(publisher, 1)
-        loader = Breaking(receiver, at=2, undo=False)
-        async with dcr.subscriber(url, loader=loader, member="m", transport=FAST) as versions:
+        loader, seen = Breaking(receiver, at=2, undo=False), list[dcr.Event]()
+        async with dcr.subscriber(url, loader=loader, member="m", transport=FAST, observe=seen.append) as versions:
             touch(trainer, 2)
             await publisher.joined(1)
             refit = await publisher.publish(2)
@@ -437,6 +452,9 @@ async def test_a_member_that_can_not_undo_is_poisoned_by_name_and_seeded_anew(tm
             await seed.install()
             assert versions.may_serve
             require_equal(receiver, state(trainer))
+    failed = [(event.version, event.live, event.error) for event in seen if isinstance(event, InstallFailed)]
+    assert failed == [(2, "poisoned", "Poisoned")]
+    assert [(event.version, event.kind) for event in seen if isinstance(event, InstallCompleted)] == [(2, "seed")]
 
 
 async def test_a_version_must_be_installed_before_the_next_one_is_offered(tmp_path: Path, trainer: Weights) -> None:
