@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dcr.loaders import standin
-from dcr.loaders.engine import slots_of
+from dcr.loaders.engine import Pairs, slots_of
 from dcr.loaders.record import Kind, record
 from dcr.schema import Schema, TensorSpec
 from dcr.testing.hostile import CASES, Model, ToyEngine, one_by_one, parameter
@@ -39,9 +39,23 @@ def counted(change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[ToyEngine, 
 LAYERS = {f"layers.{i}.{name}": shape for i in range(4) for name, shape in {"w": (8, 8), "v": (8,)}.items()}
 
 
-@pytest.mark.parametrize(("change", "loads"), [(lambda tensor: tensor, 7), (lambda tensor: tensor + 1, 14)])
+def test_what_is_only_moved_is_not_loaded_tensor_by_tensor() -> None:
+    """An engine's loader may go through all of its modules at each call, and there are more tensors than layers."""
+    together: set[int] = set()
+
+    def load(model: torch.nn.Module, pairs: Pairs) -> None:
+        together.add(len(pairs))
+        for name, tensor in pairs:
+            parameter(model, name).copy_(tensor)
+
+    layers = torch.nn.ModuleList([Model(w=(8, 8), v=(8,)) for _ in range(4)])
+    record(ToyEngine(Model(layers=layers), load), schema_of(LAYERS))
+    assert together == {2}
+
+
+@pytest.mark.parametrize(("change", "loads"), [(lambda tensor: tensor, 7), (lambda tensor: tensor + 1, 15)])
 def test_recording_takes_a_fixed_number_of_loads(change: Callable[[torch.Tensor], torch.Tensor], loads: int) -> None:
-    """One alone, one together, two digits and a complement, two certificates; more for what is made of values."""
+    """Two together, two digits and a complement, two certificates; one alone and more for what is made of values."""
     engine, taken = counted(change)
     record(engine, schema_of(LAYERS))
     assert max(taken.values()) <= loads

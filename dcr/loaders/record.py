@@ -57,18 +57,28 @@ def units_of(names: Sequence[str]) -> list[list[int]]:
     return list(groups.values())
 
 
+class _Doubtful(Exception):
+    """A unit that seemed to be moved only is not: what its loader does with each tensor alone has to be known."""
+
+
 class _Recorder:
     """The record as it grows.
 
     It goes over all units several times: between two trials of a tensor all others are loaded with other values, so
     that a loader which remembers some of them does not make the same twice.
+
+    Each load goes through the whole model in many engines, and a model has far more tensors than units. So tensors are
+    loaded alone only where something hangs on it: in units whose tensors are not all just moved when they are loaded
+    together. If that turns out late, all is begun anew, with every tensor alone first.
     """
 
     def __init__(self, trial: Trial, waived: Collection[int]) -> None:
         self._trial = trial
         self._waived = waived
         self._specs = trial.schema.tensors
-        self._alone: dict[int, Seen] = {}
+        self._alone: dict[int, Seen] = {}  # of tensors that were loaded alone
+        self._eager = False  # whether all are
+        self._moved: dict[int, set[int]] = {}  # what was written for tensors that seemed to be moved only
         self._aside: set[int] = set()
         self._steady: set[int] = set()  # what loads have written so far, and so have to write each time
         self._error: Exception | None = None
@@ -78,8 +88,7 @@ class _Recorder:
         self._reloads: list[Reload] = []
 
     def record(self) -> Record:
-        units = self._units()
-        if units is None or not self._record(units):
+        if not self._is_recorded():
             self._trial.stand_ins.stage()
             self._trial.stand_ins.reset(self._trial.memories)
             with self._reset(self._trial.memories):
@@ -97,6 +106,17 @@ class _Recorder:
             tuple(self._reloads),
             tuple(self._trial.names),
         )
+
+    def _is_recorded(self) -> bool:
+        """Record units; False if some can only be loaded as parts of the whole model."""
+        try:
+            units = self._units()
+            return units is not None and self._record(units)
+        except _Doubtful:
+            self._eager = True
+            self._trial.stand_ins.stage()
+            self._trial.stand_ins.reset(self._trial.memories)
+            return self._is_recorded()
 
     # ------------------------------------------------------------------ units
 
@@ -175,19 +195,55 @@ class _Recorder:
 
     def _discover(self, members: Sequence[int], touched: Set[int] = frozenset(), *, whole: bool = False) -> Unit | None:
         """A unit of those tensors that can be loaded together; None if they cannot, without others."""
-        tensors = list(members)
-        for tensor in tensors:
+        unit = None
+        if not (whole or self._eager or any(self._is_special(tensor) for tensor in members)):
+            unit = self._together(members, touched)
+            if unit is not None:
+                self._moved |= dict.fromkeys(unit.tensors, unit.steady)
+                if self._is_plain(unit):
+                    return unit
+            self._trial.stand_ins.reset(self._trial.scratched(()))
+        for tensor in members:
             if tensor not in self._alone:
                 self._alone[tensor] = self._scout(tensor)
+        return unit if unit is not None and self._has_learned(unit) else self._together(members, touched, whole=whole)
+
+    def _has_learned(self, unit: Unit) -> bool:
+        """Add what loads of each tensor alone did to a unit; False if they wrote other memory than is known of it."""
+        seen = self._trial.rebound()
+        for tensor in unit.tensors:
+            seen.add(self._alone[tensor])
+        unit.together.read |= seen.read
+        unit.together.rebound += seen.rebound
+        return seen.written <= unit.steady
+
+    def _is_special(self, tensor: int) -> bool:
+        """Whether a tensor was loaded alone, or has to be: to see under which of its names it is taken."""
+        return tensor in self._alone or len(self._trial.names[tensor]) > 1
+
+    def _is_plain(self, unit: Unit) -> bool:
+        """Whether the loader only moves a unit's elements, all of them to some place; what was found is kept."""
+        if unit.together.values_read:
+            return False
+        unit.findings = self._probe(unit)
+        homes = {home.tensor for finding in unit.findings for home in finding.homes}
+        return homes.issuperset(unit.tensors) and not self._doubts(unit, unit.findings)
+
+    def _together(self, members: Sequence[int], touched: Set[int], *, whole: bool = False) -> Unit | None:
+        """See `_discover`; what is known of tensors alone counts."""
+        tensors = list(members)
+        alone = [self._alone[tensor] for tensor in members if tensor in self._alone]
         before = self._trial.rebound()
-        known = before.written.union(touched, *(self._alone[tensor].written for tensor in members))
-        steady = set(before.written)
+        steady = before.written.union(*(self._moved.get(tensor, set()) for tensor in members))
+        known = steady.union(touched, *(seen.written for seen in alone))
         for _ in range(8):
             seen = self._load(tensors, 2, settle=known)
             if seen.error is not None:
                 self._error = seen.error
                 may_go = tensors if whole else self._waived
-                accepted = [t for t in tensors if self._alone[t].error is None or t not in may_go]
+                accepted = [
+                    t for t in tensors if t not in self._alone or self._alone[t].error is None or t not in may_go
+                ]
                 if len(accepted) == len(tensors):
                     return None
                 tensors = accepted
@@ -196,11 +252,12 @@ class _Recorder:
             found = known | seen.written
             found |= self._trial.scratched(found)
             if found == known:
+                alone = [self._alone[tensor] for tensor in tensors if tensor in self._alone]
                 seen.rebound += before.rebound
-                steady = steady.union(*(self._alone[tensor].written for tensor in tensors))
+                steady = steady.union(*(one.written for one in alone))
                 steady |= self._steady if whole else set()
                 self._steady |= steady
-                seen.read |= set[int]().union(*(self._alone[tensor].read for tensor in tensors))
+                seen.read |= set[int]().union(*(one.read for one in alone))
                 return Unit(members, tensors, known, steady, seen)
             known = found
         raise SchemaError(f"loading {self._specs[members[0]].name} and its like writes to other memory each time")
@@ -214,7 +271,7 @@ class _Recorder:
         doubts: list[dict[int, str]] = []
         for unit in units:
             with self._reset(unit.touched):
-                findings.append(self._probe(unit) if unit.tensors else [])
+                findings.append(self._probe(unit) if unit.findings is None else unit.findings)
                 doubts.append(self._doubts(unit, findings[-1]))
                 self._certify(unit, findings[-1], doubts[-1], 0)
         touched = set[int]().union(*(unit.touched for unit in units))
@@ -248,6 +305,8 @@ class _Recorder:
     def _certify(self, unit: Unit, findings: Sequence[Finding], doubts: dict[int, str], number: int) -> None:
         for memory in certify(self._trial, unit.tensors, findings, number) if unit.tensors else ():
             doubts.setdefault(memory, "random bits do not land where numbered elements did")
+        if doubts and not all(tensor in self._alone for tensor in unit.tensors):
+            raise _Doubtful
 
     def _again(self, units: Sequence[Unit], groups: Sequence[Sequence[Group]], *, whole: bool) -> bool:
         """Try all groups again, once every tensor was loaded with other values; False if one makes something else."""
@@ -265,6 +324,8 @@ class _Recorder:
 
     def _probe(self, unit: Unit) -> list[Finding]:
         """Load numbers, digit by digit, and read them back."""
+        if not unit.tensors:
+            return []
         memories = sorted(unit.touched)
         stored = frozenset(self._trial.stand_ins.memories[index].dtype for index in memories)
         numbering = Numbering(tuple(self._specs[tensor] for tensor in unit.tensors), stored)
@@ -308,12 +369,14 @@ class _Recorder:
         self, unit: Unit, findings: Sequence[Finding], doubts: dict[int, str], *, whole: bool
     ) -> list[Group] | None:
         """The tensors that have to be loaded together; None if some can only be loaded with those of other units."""
-        writers = self._writers(unit.tensors, findings)
         reasons = {
             tensor: f"the loader reads values ({', '.join(sorted(self._alone[tensor].values_read))})"
             for tensor in unit.tensors
-            if self._alone[tensor].values_read
+            if tensor in self._alone and self._alone[tensor].values_read
         }
+        if not doubts and not reasons:
+            return []
+        writers = self._writers(unit.tensors, findings)
         repeats, groups = Repeats(self._trial, unit, writers), list[Group]()
         for tensors, memories in closed(writers, doubts, reasons):
             if any(tensors <= set(group.reload.tensors) for group in groups):

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
+from dcr.loaders.certify import Finding
 from dcr.loaders.engine import Octets
 from dcr.loaders.kinds import Reload
 from dcr.loaders.probe import blank, random_tensor
@@ -26,7 +27,8 @@ class Unit:
 
     members: all of them. tensors: those that its loader takes. touched: memories that loading them writes. steady:
     those among them that every load must write. idle: those among these that some load did not. together: what was
-    seen of a load of them. tried: False if that is still to be done.
+    seen of a load of them. tried: False if that is still to be done. findings: where numbers were found, if they were
+    looked for already.
     """
 
     members: Sequence[int]
@@ -36,6 +38,7 @@ class Unit:
     together: Seen = field(default_factory=Seen)
     idle: set[int] = field(default_factory=set)
     tried: bool = True
+    findings: list[Finding] | None = None
 
 
 @dataclass(frozen=True, slots=True)

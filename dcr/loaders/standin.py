@@ -95,11 +95,19 @@ class _Swap:
         self.tensor.data = self.stand_in
         self.address, self.stride = self.stand_in.data_ptr(), self.stand_in.stride()
 
-    def is_in_stand_in(self) -> bool:
-        """True if the tensor lies where it was put."""
+    def is_left(self, slot: Slot) -> bool:
+        """True if a slot holds the tensor still, and that lies where it was put."""
         tensor = self.tensor
-        dense = not tensor.is_nested and tensor.layout == torch.strided
-        return dense and tensor.data_ptr() == self.address and tensor.stride() == self.stride
+        try:
+            return (
+                slot.holder[slot.key] is tensor
+                and tensor.layout is torch.strided
+                and not tensor.is_nested
+                and tensor.data_ptr() == self.address
+                and tensor.stride() == self.stride
+            )
+        except (KeyError, IndexError):
+            return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,7 @@ class StandIns:
         self._index = {one.address: i for i, one in enumerate(self._stand_ins)}
         self._of_slot = {id(slot): i for i, memory in enumerate(self.memories) for slot in memory.slots}
         self._swaps: dict[int, _Swap] = {}
+        self._placed: list[tuple[Slot, _Swap]] = []
 
     def __enter__(self) -> StandIns:
         try:
@@ -136,6 +145,7 @@ class StandIns:
         except BaseException:
             self._restore()
             raise
+        self._placed = [(slot, self._swaps[id(slot.tensor)]) for slot in self._slots]
         for one in self._stand_ins:
             one.begin()
         return self
@@ -214,13 +224,8 @@ class StandIns:
 
         All are looked at after each load, so the code of a tensor's class is not run: vLLM's takes longer than this.
         """
-        swaps = [self._swaps[id(slot.tensor)] for slot in self._slots]
         with torch._C.DisableTorchFunctionSubclass():
-            return [
-                slot
-                for slot, swap in zip(self._slots, swaps, strict=True)
-                if slot.now() is not slot.tensor or not swap.is_in_stand_in()
-            ]
+            return [slot for slot, swap in self._placed if not swap.is_left(slot)]
 
     def memory_of(self, slot: Slot) -> int:
         return self._of_slot[id(slot)]
