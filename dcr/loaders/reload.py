@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dcr.errors import BaseMismatch, DigestMismatch, ReadBackError, StateError
 from dcr.loaders.attributes import Attributes
@@ -66,6 +67,7 @@ class Reloads:
                 self._of_tensor[tensor].append(module)
         self._kept: list[_Module] = []  # those with something `before`
         self._settled = False
+        self._spots = [_spot(held.elements) for held in record.constants]
         self._overwritten: list[Bits] | None = None  # constants' elements, as they were before
 
     def begin(self) -> None:
@@ -91,8 +93,8 @@ class Reloads:
         for module in self._of(tensors):
             module.dirty, module.undone = True, undone
         if undone and self._overwritten is not None:
-            for held, old in zip(self._record.constants, self._overwritten, strict=True):
-                self._bits(held.memory)[held.elements] = old
+            for held, spot, old in zip(self._record.constants, self._spots, self._overwritten, strict=True):
+                self._bits(held.memory)[spot] = old
             self._overwritten, self._settled = None, False
 
     def settle(self) -> None:
@@ -117,8 +119,8 @@ class Reloads:
         if self._settled and self._constant():
             return
         old = [self._bits(held.memory)[held.elements] for held in self._record.constants]
-        for held in self._record.constants:
-            self._bits(held.memory)[held.elements] = held.bits
+        for held, spot in zip(self._record.constants, self._spots, strict=True):
+            self._bits(held.memory)[spot] = held.bits
         self._overwritten, self._settled = old if self._overwritten is None else self._overwritten, True
 
     def require_known(self) -> None:
@@ -204,7 +206,8 @@ class Reloads:
         return total.digest()
 
     def _constant(self) -> bool:
-        return all(np.array_equal(self._bits(one.memory)[one.elements], one.bits) for one in self._record.constants)
+        pairs = zip(self._record.constants, self._spots, strict=True)
+        return all(np.array_equal(self._bits(held.memory)[spot], held.bits) for held, spot in pairs)
 
     def _bits(self, memory: int) -> Bits:
         return self._memories[memory].bits(self._memories[memory].live)
@@ -212,3 +215,9 @@ class Reloads:
     def _said(self, module: _Module) -> str:
         names = ", ".join(self._schema.tensors[tensor].name for tensor in module.reload.tensors[:3])
         return f"{names}: memory is not what the engine's loader left there"
+
+
+def _spot(elements: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """Ascending elements as a slice where they are one run: each install compares all constants, without a copy."""
+    first, last = int(elements[0]), int(elements[-1])
+    return slice(first, last + 1) if last - first + 1 == len(elements) else elements
