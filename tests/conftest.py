@@ -1,6 +1,6 @@
 """Profiles of the property tests, and a choice of the kernels' dispatch level for a whole run.
 
-pytest tests/test_states.py --hypothesis-profile=long --timeout=3600
+pytest tests/simulation/test_states.py --hypothesis-profile=long --timeout=3600
 pytest tests/test_refit.py --level portable
 """
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from anyio.from_thread import BlockingPortal
-from refits import FAST, Weights, require_equal, set_bits, state
-from test_ends import weights
+from support.refits import FAST, Weights, require_equal, set_bits, state, weights
 
 import dcr.blocking
 from dcr.errors import DcrError, OptionError, StateError, TimedOut

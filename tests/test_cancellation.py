@@ -24,7 +24,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 import torch
-from refits import FAST, Rollout, Weights, publish, require_equal, set_bits, state
+from support.refits import FAST, Rollout, Weights, publish, require_equal, set_bits, state
 
 import dcr
 from dcr.loaders.module import ModuleLoader

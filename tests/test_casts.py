@@ -11,7 +11,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from refits import Weights, publish, zeros
+from support.refits import Weights, publish, zeros
 
 import dcr
 from dcr import kernels, reference

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from counts import Scanned, calls_of
-from refits import Weights
+from support.counts import Scanned, calls_of
+from support.refits import Weights
 
 from dcr.boxes import Box, Dim
 from dcr.frames import FrameSpec, Layout, Region

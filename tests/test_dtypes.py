@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from refits import FAST, Weights
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support.refits import FAST, Weights
 
 import dcr
 import dcr.blocking

@@ -13,17 +13,12 @@ import anyio
 import anyio.lowlevel
 import numpy as np
 import pytest
-import torch
-from refits import FAST, Weights, require_equal, set_bits, state
+from support.refits import FAST, Weights, require_equal, set_bits, state, weights
 
 import dcr
 from dcr.closing import Contexts, Life
 from dcr.errors import StateError
 from dcr.events import AttemptSealed
-
-
-def weights(value: float) -> Weights:
-    return Weights({"w": torch.full((8,), value)})
 
 
 def publisher_of(url: str, module: Weights, **options: Any) -> dcr.Publisher:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refits import FAST, Rollout, Weights, empty_like, publish, running, set_bits
+from support.refits import FAST, Rollout, Weights, empty_like, publish, running, set_bits
 
 import dcr
 from dcr.errors import SchemaError, StorageRebound

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import hooks
 import msgspec
 import numpy as np
 import pytest
 import torch
-from refits import FAST, Rollout, Weights, empty_like, publish, require_equal, running, said, set_bits, state
-from switches import callers
+from simulation import hooks
+from simulation.switches import callers
+from support.refits import FAST, Rollout, Weights, empty_like, publish, require_equal, running, said, set_bits, state
 
 import dcr
 from dcr.errors import (

@@ -20,6 +20,8 @@ import dcr
 
 PACKAGE = Path(dcr.__file__).parent
 README = Path(__file__).parent.parent / "README.md"
+TESTS = Path(__file__).parent
+APART = {"support", "simulation", "engines", "plugins", "fuzz", "native", "typing"}
 
 ROOMS = (
     "errors",
@@ -179,3 +181,9 @@ def test_the_package_under_test_is_the_installed_one() -> None:
     origin = json.loads(installed.read_text("direct_url.json") or "{}")
     editable = origin.get("dir_info", {}).get("editable", False)
     assert editable or Path(str(installed.locate_file("dcr"))) == PACKAGE
+
+
+def test_what_tests_share_is_imported_from_its_package() -> None:
+    """A module beside the tests would be imported under a name of nobody's, such as `rows`, from any test's folder."""
+    beside = {path for path in TESTS.rglob("*.py") if path.relative_to(TESTS).parts[0] not in APART}
+    assert {str(path) for path in beside if not re.fullmatch(r"test_\w+\.py|conftest\.py", path.name)} == set()

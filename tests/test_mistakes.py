@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from refits import said
 from safetensors.torch import save_file
+from support.refits import said
 
 import dcr
 import dcr.blocking

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from refits import (
+from support.refits import (
     FAST,
     Rollout,
     Weights,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refits import FAST, Rollout, Weights, empty_like, publish, require_equal, running, set_bits, state
+from support.refits import FAST, Rollout, Weights, empty_like, publish, require_equal, running, set_bits, state
 
 import dcr
 from dcr.codec import CLASS_SPARSE

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from refits import FAST, Rollout, Weights, empty_like, publish, require_equal, running, state
+from support.refits import FAST, Rollout, Weights, empty_like, publish, require_equal, running, state
 
 import dcr
 

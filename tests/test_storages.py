@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refits import Weights
+from support.refits import Weights
 from torch import nn
 
 from dcr import frames

@@ -1,5 +1,5 @@
 // The kernels against plain loops, at every dispatch level: for machines without Python (a cross build under an emulator)
-// and for sanitizers, in buffers of exactly their size. tests/test_kernels.py is the full comparison.
+// and for sanitizers, in buffers of exactly their size. tests/kernels/test_kernels.py is the full comparison.
 //
 //     check_kernels ROUNDS        see run.sh; the same rounds always do the same
 //

@@ -1,3 +1,3 @@
-"""These are distributions of somebody else: `test_plugin_distributions.py` runs their tests, with them installed."""
+"""These are distributions of somebody else: `tests/docs/test_plugins.py` runs their tests, with them installed."""
 
 collect_ignore_glob = ["*"]

@@ -1,0 +1,1 @@
+"""What tests of several rooms share: real ends over real directories, models, engines of toys, processes of ranks."""
