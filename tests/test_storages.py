@@ -95,6 +95,21 @@ def test_what_is_waived_may_be_of_any_kind_and_is_not_touched(kind: str) -> None
     NativeLoader(Copying(holding(make())), waive=["odd"]).bind(Layout(Schema(PLAIN), ()))
 
 
+@pytest.mark.parametrize("kind", ["module", "engine"])
+def test_a_loader_leaves_storages_as_free_to_be_resized_as_they_were(kind: str) -> None:
+    """What frees weights by resizing (FSDP1, offloading) goes on as before, also once a version was installed."""
+    model = nn.Linear(2, 2)
+    loader: Any = ModuleLoader(model) if kind == "module" else NativeLoader(Copying(model))
+    loader.bind(layout_of(nn.Linear(2, 2)))
+    loader.digest()
+    ready = loader.prepare(0, Change(Operation.OVERWRITE, None, np.arange(6, dtype=np.uint32)))
+    loader.install(ready)
+    loader.undo(ready)
+    loader.settle()
+    for tensor in model.parameters():
+        assert tensor.untyped_storage().resizable()
+
+
 PLAIN = (TensorSpec("weight", "float32", (2, 2)), TensorSpec("bias", "float32", (2,)))
 
 
