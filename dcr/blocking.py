@@ -266,6 +266,10 @@ class subscriber:  # noqa: N801
         """See `dcr.Subscriber.behind`."""
         return self._subscriber.behind
 
+    def look(self, *, timeout_s: float | None = None) -> int:
+        """See `dcr.Subscriber.look`."""
+        return self._loop.call(self._subscriber.look, timeout_s=timeout_s, what="a look at the run")
+
     @property
     def may_serve(self) -> bool:
         """See `dcr.Subscriber.may_serve`."""

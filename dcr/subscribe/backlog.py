@@ -264,6 +264,20 @@ class Backlog:
             version.identity = head
 
 
+async def count_lacking(member: Membership) -> int:
+    """Read the head; how many stored versions lead there from what is held, or from an anchor if they were removed."""
+    head, held, store = await member.committed(), member.holds, member.store
+    lacks = 0 if head is None or head == held else 1
+    if lacks and head is not None and store is not None:
+        try:
+            lacks = len(await chain.back_from(store, head, until=held))
+        except IncompleteError:
+            lacks = len(await chain.back_from(store, head, until=None))
+    if held == member.holds:  # else a version was installed meanwhile
+        member.lacks = lacks
+    return member.lacks
+
+
 def _of_one_layout(links: Sequence[chain.Stored]) -> list[chain.Stored]:
     """The first links, as far as their layout is the same: positions mean elements of one layout only."""
     return list(takewhile(lambda link: link.open.layout == links[0].open.layout, links))

@@ -25,7 +25,7 @@ from dcr.observe import Observer, ignore
 from dcr.seams import BasedCodec, Codec, Loader, Releasing, Transport
 from dcr.seams.required import OBSERVER, SECONDS, WHOLE, Rule, instance, judge, optional, require
 from dcr.subscribe.attempts import Attempts
-from dcr.subscribe.backlog import Backlog
+from dcr.subscribe.backlog import Backlog, count_lacking
 from dcr.subscribe.membership import Membership
 from dcr.subscribe.offers import Offers
 from dcr.subscribe.rank import Rank, find_codec
@@ -114,7 +114,10 @@ class Subscriber:
 
     @property
     def latest(self) -> int | None:
-        """The newest committed version that this member has seen, None if none; it does not look while it offers."""
+        """The newest committed version that this member has seen, None if none.
+
+        It does not look while it offers a version: `look` does.
+        """
         head = self._member.head if self._member else None
         return head.identity.version if head and head.identity else None
 
@@ -122,6 +125,18 @@ class Subscriber:
     def behind(self) -> int:
         """How many committed versions this member lacked when it last looked; from an anchor on, if it held none."""
         return self._member.lacks if self._member else 0
+
+    async def look(self) -> int:
+        """Look what the run has committed by now, also while a version is offered: how many versions are lacked.
+
+        `latest` and `behind` say it from then on. For scripts that hold a version back until generation can pause.
+
+        Raises:
+            StateError: this subscriber is not open. RemoteError, OSError: the run cannot be read.
+        """
+        self._life.require_open()
+        assert self._member is not None
+        return await count_lacking(self._member)
 
     @property
     def may_serve(self) -> bool:
