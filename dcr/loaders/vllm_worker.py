@@ -37,6 +37,7 @@ from dcr.loaders.engine import Pairs
 from dcr.loaders.native import NativeRank
 from dcr.loaders.session import Session
 from dcr.loaders.vllm_watch import Watch
+from dcr.sources.homes import modules_of
 from dcr.subscribe import workers
 
 MARK = "_already_called_process_weights_after_loading"  # of a layer whose step ran, and will not run again
@@ -48,23 +49,25 @@ OWN = ("*._k_scale", "*._v_scale", "*._q_scale", "*._prob_scale")
 class _Tree:
     """A model's modules as they were found: to settle some of them costs what they are, not what the model is.
 
-    places: vLLM's order of them. attention: the layers whose steps come after all others, with all modules in them.
+    places: vLLM's order of them. paths: their names. attention: the layers whose steps come after all others, with all
+    modules in them.
     """
 
     places: dict[torch.nn.Module, int]
+    paths: dict[torch.nn.Module, str]
     attention: tuple[tuple[Any, frozenset[torch.nn.Module]], ...]
 
     @staticmethod
     def of(root: torch.nn.Module) -> _Tree:
-        every = list(root.modules())
+        paths = {module: path for path, module in root.named_modules()}
         attention = tuple(
-            (module, frozenset(module.modules())) for module in every if is_deferred_attention_layer(module)
+            (module, frozenset(module.modules())) for module in paths if is_deferred_attention_layer(module)
         )
-        return _Tree({module: place for place, module in enumerate(every)}, attention)
+        return _Tree({module: place for place, module in enumerate(paths)}, paths, attention)
 
-    def is_of(self, modules: Sequence[tuple[str, torch.nn.Module]]) -> bool:
+    def is_of(self, modules: Sequence[torch.nn.Module]) -> bool:
         """Whether these are the modules that were found."""
-        return len(modules) == len(self.places) and all(module in self.places for _, module in modules)
+        return len(modules) == len(self.places) and all(map(self.places.__contains__, modules))
 
 
 class VllmEngine:
@@ -111,25 +114,25 @@ class VllmEngine:
         """See `dcr.loaders.engine.Engine.fingerprint`."""
         parallel = self._config.parallel_config
         group = get_world_group()
-        modules = list(_modules_of(self.module))
+        modules = list(modules_of(self.module))  # and nothing else that lives on: a pause waits for this
         if not self._tree.is_of(modules):
             self._tree = _Tree.of(self.module)
-        kinds: list[str] = []
-        maps: list[Any] = []
-        for path, module in modules:
-            kinds.append(type(vars(module).get("quant_method", module._modules.get("quant_method"))).__name__)
-            maps += [
-                buffer.tolist()
-                for key, buffer in module._buffers.items()
-                if buffer is not None and not buffer.is_floating_point() and "expert" in f"{path}.{key}"
-            ]
+        kinds = [type(module.__dict__.get("quant_method") or module._modules.get("quant_method")) for module in modules]
+        maps = [
+            buffer.tolist()
+            for module in modules
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+            and not buffer.is_floating_point()
+            and ("expert" in key or "expert" in self._tree.paths[module])
+        ]
         facts = (
             vllm.__version__,
             torch.__version__,
             type(self.module).__name__,
             (group.rank_in_group, group.world_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
             (parallel.data_parallel_index, parallel.data_parallel_size, parallel.enable_expert_parallel),
-            kinds,
+            [kind.__name__ for kind in kinds],
             maps,
         )
         return repr(facts).encode()
@@ -139,21 +142,6 @@ class VllmEngine:
         """What vLLM's loaders expect around them."""
         with set_current_vllm_config(self._config), torch.no_grad():
             yield
-
-
-def _modules_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Every module once, with its path.
-
-    As `named_modules`, without a generator for each level: a pause looks at all of them.
-    """
-    seen, waiting = {root}, [("", root)]
-    while waiting:
-        path, module = waiting.pop()
-        yield path, module
-        for key, child in module._modules.items():
-            if child is not None and child not in seen:
-                seen.add(child)
-                waiting.append((f"{path}.{key}", child))
 
 
 class VllmRank:

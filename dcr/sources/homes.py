@@ -46,6 +46,32 @@ class _Home:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Node:
+    """One module: its holders, how many entries they had, and its children. A tree is the same if all its nodes are."""
+
+    module: torch.nn.Module
+    parameters: Mapping[str, Any]
+    buffers: Mapping[str, Any]
+    parameter_count: int
+    buffer_count: int
+    passing: set[str]
+    children: tuple[torch.nn.Module | None, ...]
+
+    def is_left(self) -> bool:
+        """Whether it has the same holders, entries and children."""
+        module, children = self.module, self.module._modules
+        return (
+            module._parameters is self.parameters
+            and module._buffers is self.buffers
+            and len(self.parameters) == self.parameter_count
+            and len(self.buffers) == self.buffer_count
+            and module._non_persistent_buffers_set == self.passing
+            and len(children) == len(self.children)
+            and all(map(is_, children.values(), self.children))
+        )
+
+
 class Homes:
     """The parameters and persistent buffers of a module, as they lay when this was made.
 
@@ -53,38 +79,22 @@ class Homes:
     """
 
     def __init__(self, root: torch.nn.Module, also: Iterable[tuple[Any, Any]] = ()) -> None:
-        self._root = root
-        self._modules = list(_modules(root))
-        self._holders = [(module._parameters, module._buffers) for module in self._modules]
-        self._passing = [set(module._non_persistent_buffers_set) for module in self._modules]
-        self._sizes = [_sizes(module) for module in self._modules]
+        modules = list(modules_of(root))
+        self._nodes = [_node(module) for module in modules]
         with torch._C.DisableTorchFunctionSubclass():
-            self._homes = [_home(*entry) for module in self._modules for entry in _entries(module)]
+            self._homes = [_home(*entry) for module in modules for entry in _entries(module)]
             self._homes += [_home(holder, key) for holder, key in also]
 
     def are_left(self) -> bool:
         """Whether nothing was moved, replaced, added or taken away."""
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                return self._is_same_tree() and all(map(_Home.is_left, self._homes))
+                return all(map(_Node.is_left, self._nodes)) and all(map(_Home.is_left, self._homes))
         except (KeyError, IndexError, RuntimeError):  # an entry is gone, or is no longer dense memory
             return False
 
-    def _is_same_tree(self) -> bool:
-        modules = list(_modules(self._root))
-        if len(modules) != len(self._modules) or not all(map(is_, modules, self._modules)):
-            return False
-        kept = zip(modules, self._holders, self._sizes, self._passing, strict=True)
-        return all(
-            module._parameters is parameters
-            and module._buffers is buffers
-            and _sizes(module) == sizes
-            and module._non_persistent_buffers_set == passing
-            for module, (parameters, buffers), sizes, passing in kept
-        )
 
-
-def _modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def modules_of(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Every module once; as `torch.nn.Module.modules`, without a generator for each level."""
     seen, waiting = {root}, [root]
     while waiting:
@@ -96,8 +106,10 @@ def _modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
                 waiting.append(child)
 
 
-def _sizes(module: torch.nn.Module) -> tuple[int, int]:
-    return len(module._parameters), len(module._buffers)
+def _node(module: torch.nn.Module) -> _Node:
+    parameters, buffers, passing = module._parameters, module._buffers, set(module._non_persistent_buffers_set)
+    children = tuple(module._modules.values())
+    return _Node(module, parameters, buffers, len(parameters), len(buffers), passing, children)
 
 
 def _entries(module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
