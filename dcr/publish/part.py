@@ -253,7 +253,13 @@ class Part:
             frozen=self._frozen,
             published=self._published,
         )
-        refs, wire_bytes, summary = await self._send(construct, fed, link, compress)
+        try:
+            refs, wire_bytes, summary = await self._send(construct, fed, link, compress)
+        except DigestMismatch:  # what weights were compared with may have rotted
+            await self.require_baseline(
+                f"{compress.identity}: the baseline"
+            )  # what it was compared with may have rotted
+            raise
         patches = list(self.baseline.patches())
         if missing := {patch.frame.index for patch in patches} - {ref.frame for ref in refs}:
             raise StateError(f"a stage dropped the chunks of frames {sorted(missing)[:8]}; a version needs them all")

@@ -148,7 +148,8 @@ class Construct:
 
         Raises:
             FrozenChanged: it is frozen, and differs from the baseline.
-            DigestMismatch: the audited frame's captured bits are not what the patch says.
+            DigestMismatch: the audited frame's captured bits are not what the patch says; or it is frozen, and the
+                baseline has changed.
         """
         number = index - self._first
         return self._compare(index, self._tables[number], self._plan[number].kind)
@@ -161,7 +162,7 @@ class Construct:
                 _require_same(frame, anchor.new_sums, self._published[index], self._baseline.layout.schema)
             return anchor
         if index in self._frozen:
-            _require_unchanged(frame, table, kind, base, self._baseline.layout.schema)
+            _require_unchanged(frame, table, kind, base, self._baseline.layout.schema, self._published.get(index))
             return None
         patch = delta(frame, table, kind, base, self._is_dense)
         if index == self._audited:
@@ -262,9 +263,13 @@ def delta(frame: Frame, table: Table, kind: int, base: Bits, is_dense: Callable[
     return Patch(frame, None, dense, base, len(positions), old_sums, new_sums)
 
 
-def _require_unchanged(frame: Frame, table: Table, kind: int, base: Bits, schema: Schema) -> None:
+def _require_unchanged(
+    frame: Frame, table: Table, kind: int, base: Bits, schema: Schema, published: Lanes | None
+) -> None:
     positions, _, _, new_sums, old_sums = kernels.capture(table, frame.keys, base, kind)
     if len(positions):
+        if published is not None and (kernels.digest(table, frame.keys, kind) == published).all():
+            raise DigestMismatch(f"frame {frame.index}: the baseline is not what was published; weights are")
         _require_same(frame, new_sums, old_sums, schema, f" ({len(positions)} elements of what was looked at differ)")
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import dcr
 from dcr import kernels
 from dcr.boxes import Box, Dim
-from dcr.errors import FrozenChanged, OptionError, SchemaError
+from dcr.errors import DigestMismatch, FrozenChanged, OptionError, SchemaError
 from dcr.frames import Shard
 from dcr.frozen import SLICES, frozen_tensors, slice_of
 from dcr.publish.copies import Copies, differing
@@ -110,6 +110,23 @@ async def test_a_version_without_a_base_compares_all_that_is_frozen_with_what_wa
         step(model)
         report = await publish(publisher, 4)
         assert (report.is_anchor, report.changed) == (True, 48)
+
+
+async def test_a_baseline_that_rotted_where_all_is_frozen_blames_nobody_and_is_made_anew() -> None:
+    model = Adapted()
+    async with publishing(model) as publisher:
+        rotten = next(bits for bits in publisher._part.baseline._frames if bits is not None and bits[1])
+        rotten[1] ^= 1
+        told, version = "", 0
+        while not told and version < 10:
+            version += 1
+            step(model)
+            try:
+                await publish(publisher, version)
+            except DigestMismatch as error:
+                told = str(error)
+        assert "the baseline" in told
+        assert (await publish(publisher, version + 1)).is_anchor
 
 
 async def test_what_is_frozen_is_what_the_run_holds_when_a_publisher_goes_on_from_it() -> None:
