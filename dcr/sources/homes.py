@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from dcr.sources.bits import is_lazy
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Home:
@@ -26,9 +28,10 @@ class _Home:
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    is_lazy: bool
 
     def is_left(self) -> bool:
-        """Whether the same tensor lies in the same place, and shows the bits that lie there (as `is_lazy` asks).
+        """Whether the same tensor lies in the same place, and shows what lies there as it did (as `is_lazy` asks).
 
         What has no strides or address any more does not.
         """
@@ -40,8 +43,7 @@ class _Home:
                 and tensor.shape == self.shape
                 and tensor.stride() == self.stride
                 and tensor.dtype is self.dtype
-                and not tensor.is_neg()
-                and not (tensor.dtype.is_complex and tensor.is_conj())
+                and (tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj())) is self.is_lazy
             )
         )
 
@@ -120,9 +122,9 @@ def _entries(module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
 def _home(holder: Any, key: Any) -> _Home:
     tensor = holder[key]
     if tensor is None:
-        return _Home(holder, key, None, 0, torch.Size(()), (), torch.uint8)
+        return _Home(holder, key, None, 0, torch.Size(()), (), torch.uint8, False)
     try:
         place = tensor.data_ptr(), tensor.shape, tensor.stride()
     except RuntimeError:  # a tensor without memory, strides or shape: a look at it fails again, and is never "left"
         place = 0, torch.Size(()), ()
-    return _Home(holder, key, tensor, *place, tensor.dtype)
+    return _Home(holder, key, tensor, *place, tensor.dtype, is_lazy(tensor))
