@@ -256,9 +256,7 @@ class Part:
         try:
             refs, wire_bytes, summary = await self._send(construct, fed, link, compress)
         except DigestMismatch:  # what weights were compared with may have rotted
-            await self.require_baseline(
-                f"{compress.identity}: the baseline"
-            )  # what it was compared with may have rotted
+            await self.require_baseline(f"{compress.identity}: the baseline")
             raise
         patches = list(self.baseline.patches())
         if missing := {patch.frame.index for patch in patches} - {ref.frame for ref in refs}:
