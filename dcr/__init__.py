@@ -19,6 +19,7 @@ from dcr.observe import Summary
 from dcr.patch import Operation, Patch
 from dcr.pipeline import DROP, FunctionStage, Inbox, Outbox, Pipeline, stage
 from dcr.publish import Answer, Publisher, Refit, Report
+from dcr.runs import stored
 from dcr.seams.required import Rule, judge
 from dcr.subscribe import Subscriber, Version
 from dcr.wire import MemberRef
@@ -51,6 +52,7 @@ __all__ = [
     "publisher",
     "source",
     "stage",
+    "stored",
     "subscriber",
 ]
 

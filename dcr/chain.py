@@ -70,11 +70,11 @@ async def anchor_of(store: Store, link: Stored) -> Stored | None:
     """An anchor that holds the very bits of this link, if there is one beside it."""
     if link.open.base is None:
         return link
-    for identity in await store.attempts(link.open.identity.version):
-        try:
-            other = Stored(*await store.describe(identity))
-        except IncompleteError:
-            continue
-        if other.open.base is None and other.seal.root == link.seal.root:
-            return other
+    version = link.open.identity.version
+    for outline in await store.outlines(version - 1, version):
+        if outline.base is None and outline.root == link.seal.root:
+            try:
+                return Stored(*await store.describe(outline.identity))
+            except IncompleteError:
+                continue
     return None

@@ -101,6 +101,14 @@ class RanksLost(RemoteError):
     """The ranks of this publisher cannot meet any more: one died, left, or did not come in time."""
 
 
+class Unavailable(RemoteError):
+    """Where a run is kept has not answered for as long as was waited; what it keeps is as it was, so try again."""
+
+
+class Denied(RemoteError):
+    """Where a run is kept has refused what this process shows as its credentials: another try would not help."""
+
+
 class Poisoned(DcrError):
     """A member may hold half a version; it must not serve until it has been seeded again."""
 

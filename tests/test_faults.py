@@ -709,7 +709,7 @@ async def test_a_chunk_that_was_sent_again_leaves_a_version_that_joiners_can_rea
 async def test_what_others_put_into_the_run_directory_is_not_taken_for_the_runs(
     tmp_path: Path, trainer: Weights
 ) -> None:
-    for folder in ("attempts", "members"):
+    for folder in ("opens", "packs", "seals", "aborts", "live/members"):
         (tmp_path / folder / ".snapshot").mkdir(parents=True)
         (tmp_path / folder / ".DS_Store").write_bytes(b"x")
     rollout = Rollout(empty_like(trainer))

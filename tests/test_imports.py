@@ -43,6 +43,7 @@ ROOMS = (
     "choice",
     "wire",
     "commit",
+    "protocol",
     "frames",
     "placement",
     "strips",

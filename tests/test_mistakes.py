@@ -117,7 +117,7 @@ def test_every_other_name_is_borne_by_a_directory(member: str, tmp_path: Path) -
         refit = publisher.publish(version=1)
         next(versions).install()
         assert said(refit.installed()) == {member: "installed"}
-    assert [path.parent for path in tmp_path.rglob("*.chunk")] == [tmp_path / "run/attempts/000000000001.000001.0001"]
+    assert [path.name for path in tmp_path.glob("run/packs/*")] == ["000000000001.000001.0001"]
 
 
 # ---------------------------------------------------------------------- versions

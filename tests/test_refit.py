@@ -210,7 +210,7 @@ async def test_a_second_anchor_shortens_the_chain_and_old_versions_are_removed(t
         async with running(tmp_path, [rollout]):
             await rollout.reached(8)
             require_equal(rollout.module, state(trainer))
-    kept = {int(folder.name.split(".")[0]) for folder in (tmp_path / "attempts").iterdir()}
+    kept = {int(path.name.split(".")[0]) for path in (tmp_path / "seals").iterdir()}
     assert kept == {6, 7, 8}
 
 

@@ -14,6 +14,7 @@ from dcr.seams.loader import (
     Undoable,
     Watching,
 )
+from dcr.seams.objects import Entry, Found, Objects
 from dcr.seams.source import Copy, Group, Replicated, Residual, Source, Twins
 from dcr.seams.stage import Stage
 from dcr.seams.transport import Ledger, Link, Run, Store, Transport, Writer
@@ -23,11 +24,14 @@ __all__ = [
     "Batching",
     "Codec",
     "Copy",
+    "Entry",
+    "Found",
     "Group",
     "Labelling",
     "Ledger",
     "Link",
     "Loader",
+    "Objects",
     "RankLoader",
     "RankReady",
     "Readable",

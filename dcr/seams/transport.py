@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Set
+from collections.abc import AsyncGenerator, Collection, Set
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from dcr.protocol.catalogue import Outline
 from dcr.wire import Head, Identity, Join, MemberRef, Message
 
 
@@ -69,8 +70,8 @@ class Store(Protocol):
         """The highest version that was ever opened, sealed or not; -1 if none was."""
         ...
 
-    async def attempts(self, version: int) -> list[Identity]:
-        """The sealed attempts at a version that were not given up."""
+    async def outlines(self, after: int, to: int) -> list[Outline]:
+        """The sealed attempts that were not given up, at versions beyond `after` and up to `to`, in order."""
         ...
 
     async def describe(self, identity: Identity) -> tuple[Message, Message]:
@@ -81,8 +82,8 @@ class Store(Protocol):
         """
         ...
 
-    def read(self, identity: Identity) -> AsyncGenerator[Message, None]:
-        """The Open, every Chunk and the Seal of a sealed attempt.
+    def read(self, identity: Identity, frames: Collection[int] | None = None) -> AsyncGenerator[Message, None]:
+        """The Open, every Chunk (of these frames only, if they are given) and the Seal of a sealed attempt.
 
         Raises:
             IncompleteError: a part of it is missing or cut short; names it.

@@ -1,6 +1,7 @@
 """For tests: a transport in memory, ones that are faulty or slow, and kits that test plugins.
 
-The kits (`TransportTests`, `CodecTests`, `LoaderTests`) import pytest, so they are imported when they are asked for.
+The kits (`ObjectsTests`, `TransportTests`, `CodecTests`, `LoaderTests`) import pytest, so they are imported when they
+are asked for.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dcr.testing.memory import MemoryTransport
 if TYPE_CHECKING:
     from dcr.testing.codecs import CodecTests
     from dcr.testing.loaders import LoaderTests
-    from dcr.testing.transports import TransportTests
+    from dcr.testing.transports import ObjectsTests, TransportTests
 
 __all__ = [
     "CodecTests",
@@ -24,12 +25,18 @@ __all__ = [
     "LatencyTransport",
     "LoaderTests",
     "MemoryTransport",
+    "ObjectsTests",
     "TransportTests",
     "flip_bit",
     "flip_one_chunk",
 ]
 
-_KITS = {"CodecTests": "codecs", "LoaderTests": "loaders", "TransportTests": "transports"}
+_KITS = {
+    "CodecTests": "codecs",
+    "LoaderTests": "loaders",
+    "ObjectsTests": "transports",
+    "TransportTests": "transports",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,12 +11,15 @@ from dcr.testing.conformance.cancellation import CancellationTests
 from dcr.testing.conformance.closing import ClosingTests
 from dcr.testing.conformance.delivery import DeliveryTests
 from dcr.testing.conformance.ledger import LedgerTests
+from dcr.testing.conformance.objects import ObjectsTests
 from dcr.testing.conformance.storage import StoreTests
 from dcr.testing.conformance.writers import WriterTests
+
+__all__ = ["ObjectsTests", "TransportTests"]
 
 
 class TransportTests(LedgerTests, DeliveryTests, WriterTests, AnswerTests, CancellationTests, ClosingTests, StoreTests):
     """Everything that a transport has to hold.
 
-    Say `transport` and `url`; a transport with a store also overrides `remove_part` and `truncate_part`.
+    Say `transport` and `url`; a store that `dcr.stored` did not make overrides `remove_part` and `truncate_part` too.
     """

@@ -59,10 +59,10 @@ def test_the_table_names_the_anchor_and_the_head(tmp_path: Path) -> None:
 
 def test_a_missing_piece_is_a_problem_and_named(tmp_path: Path) -> None:
     url = run_of(tmp_path)
-    (tmp_path / "attempts" / "000000000001.000001.0001" / "seal").unlink()
+    (tmp_path / "seals" / "000000000001.000001.0001").unlink()
     code, report = inspected(url)
     assert code == 1
-    assert "seal is missing" in report["problem"]
+    assert "seals/000000000001.000001.0001 is missing" in report["problem"]
 
 
 def test_versions_that_were_removed_behind_an_anchor_are_no_problem(tmp_path: Path) -> None:

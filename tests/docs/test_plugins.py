@@ -166,7 +166,9 @@ def test_a_distribution_that_is_broken_does_not_pass_the_kit(site: Path, tmp_pat
     broken = tmp_path / "site"
     shutil.copytree(site, broken)
     source = (broken / "dcr_sqlite.py").read_text()
-    (broken / "dcr_sqlite.py").write_text(source.replace("record = ? where tag = ?", "record = ? where tag >= 0 or ?"))
+    (broken / "dcr_sqlite.py").write_text(
+        source.replace('"insert or ignore" if absent', '"insert or replace" if absent')
+    )
     shutil.copy(PLUGINS / "dcr-sqlite" / "test_sqlite.py", tmp_path)
     ran = run([*PYTEST, "test_sqlite.py", "-k", "stale_tag"], broken, tmp_path)
     assert ran.returncode == 1, ran.stdout

@@ -8,6 +8,7 @@ import pytest
 
 from dcr.chain import Stored, anchor_of, back_from
 from dcr.errors import DcrError, IncompleteError
+from dcr.protocol.catalogue import Outline, outline_of
 from dcr.wire import Identity, Message, Open, Seal
 
 
@@ -20,12 +21,14 @@ class Kept:
 
     def __init__(self) -> None:
         self._links: dict[Identity, tuple[Message, Message]] = {}
+        self._outlines: list[Outline] = []
         self._left = 50
 
     def add(self, identity: Identity, base: Identity | None, root: bytes | None = None) -> None:
         bits = root or b"bits of %d" % identity.version
         opened = Message(Open(identity, base, b"layout", ()), b"")
         self._links[identity] = opened, Message(Seal(identity, base, (), b"", bits), b"")
+        self._outlines.append(outline_of(*self._links[identity]))
 
     def lose(self, identity: Identity) -> None:
         """It is still listed, but cannot be read."""
@@ -34,8 +37,8 @@ class Kept:
     async def newest(self) -> int:
         return max(identity.version for identity in self._links)
 
-    async def attempts(self, version: int) -> list[Identity]:
-        return [identity for identity in self._links if identity.version == version]
+    async def outlines(self, after: int, to: int) -> list[Outline]:
+        return [outline for outline in self._outlines if after < outline.identity.version <= to]
 
     async def describe(self, identity: Identity) -> tuple[Message, Message]:
         self._left -= 1

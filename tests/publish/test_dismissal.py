@@ -18,6 +18,7 @@ from dcr.cli import main
 from dcr.events import AttemptSealed, MemberJoined
 from dcr.publish import dismissal
 from dcr.publish.roster import Roster
+from dcr.runs.records import mailbox_key
 from dcr.wire import Join, MemberRef, Message
 
 DEAD = MemberRef("dead", "life")
@@ -34,6 +35,15 @@ async def silent(url: str, member: MemberRef = DEAD) -> AsyncIterator[None]:
     async with FAST.open(url) as run, run.member(member) as link:
         await link.send(Message(Join(member, None)))
         yield
+
+
+async def die(url: str, member: MemberRef = DEAD) -> None:
+    """Be a member that is killed: what it said last stays."""
+    async with FAST.open(url) as run:
+        async with run.member(member) as link:
+            await link.send(Message(Join(member, None)))
+            mailbox = await run.objects.get(mailbox_key(member))
+        await run.objects.put(mailbox_key(member), [mailbox.data])
 
 
 @asynccontextmanager
@@ -105,8 +115,7 @@ def test_the_command_takes_it_out_of_the_run(tmp_path: Path, trainer: Weights) -
     async def leave_behind() -> None:
         async with published(url, trainer) as publisher:
             await publish(publisher, 1)
-        async with silent(url):
-            pass
+        await die(url)
 
     anyio.run(leave_behind)
     results = [CliRunner().invoke(main, ["dismiss", url, "dead"]) for _ in range(2)]
@@ -122,8 +131,7 @@ def test_the_command_writes_out_what_would_colour_a_name(tmp_path: Path, trainer
     async def leave_behind() -> None:
         async with published(url, trainer) as publisher:
             await publish(publisher, 1)
-        async with silent(url, MemberRef("red\x1b[31m", "life")):
-            pass
+        await die(url, MemberRef("red\x1b[31m", "life"))
 
     anyio.run(leave_behind)
     assert r"there are: red\x1b[31m" in CliRunner().invoke(main, ["dismiss", url, "dead"]).stderr
@@ -150,8 +158,7 @@ async def test_dismissing_gives_up_every_life_of_a_name_and_no_other(tmp_path: P
     refs = [MemberRef("dead", "1"), MemberRef("dead", "2"), MemberRef("dead.1", "1")]
     async with FAST.open(url) as run:
         for ref in refs:
-            async with run.member(ref) as link:
-                await link.send(Message(Join(ref, None)))
+            await die(url, ref)
         assert await dismissal.dismiss(run, "dead") == 2
         assert [join.member for join in await run.members()] == refs[2:]
 

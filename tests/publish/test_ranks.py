@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from simulation import hooks
 from simulation.switches import callers
+from support.kept import attempts, heads
 from support.refits import Rollout, require_equal, said
 from support.rows import Model, Rows, Trainer, trainer
 
@@ -368,8 +369,7 @@ async def test_a_commit_that_other_ranks_do_not_hear_of_is_one_on_the_first() ->
     group, model, transport = MemoryGroup(2, timeout_s=1.0), Model(), MemoryTransport()
 
     def before(meeting: int) -> None:
-        head = transport.run(URL).ledger.head
-        if head is not None and head.identity is not None:
+        if any(head.identity is not None for head in heads(transport.run(URL))):
             raise OSError("cut")
 
     async with running(model, 2, transport=transport, group=group, before={0: before}) as (ranks, _):
@@ -429,9 +429,9 @@ async def test_anchors_hold_what_all_ranks_own() -> None:
         for version in range(1, 6):
             model.step()
             await ranks.publish(version)
-        run = transport.run(URL)
         kinds = [
-            (identity.version, dcr.wire.parse(one.opened).header.base is None) for identity, one in run.attempts.items()
+            (identity.version, dcr.wire.parse(one.opened).header.base is None)
+            for identity, one in attempts(transport.run(URL)).items()
         ]
         assert kinds == [(2, False), (2, True), (3, False), (4, False), (4, True), (5, False)]
         expected = model.expected()

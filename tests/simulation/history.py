@@ -22,12 +22,13 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from support.kept import attempts
 
 from dcr import wire
 from dcr.errors import Fenced, VoteError
 from dcr.events import Event
 from dcr.frames import Layout
-from dcr.testing.memory import MemoryRun
+from dcr.testing.memory import MemoryObjects
 from dcr.wire import Ack, Chunk, Head, Identity, Leave, MemberRef, Message, Open, Seal
 
 Octets = NDArray[np.uint8]
@@ -112,7 +113,7 @@ class Seen:
 class History:
     """Collects what happens in one run, and the first thing that should not have."""
 
-    run: MemoryRun
+    objects: MemoryObjects
 
     def __init__(self, quorum: int | Literal["all"]) -> None:
         self.now_s: Callable[[], float] = lambda: 0.0
@@ -210,7 +211,7 @@ class History:
         return None
 
     def _require_whole(self, identity: Identity) -> None:
-        attempt = self.run.attempts.get(identity)
+        attempt = attempts(self.objects).get(identity)
         if attempt is None or attempt.sealed is None:
             return self.fail(f"{identity} was committed and is not sealed")
         seal, frames = wire.parse(attempt.sealed).header, set()

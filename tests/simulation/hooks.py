@@ -102,4 +102,4 @@ COPIES_ASTRAY = Hook("dcr.placement", "astray")
 
 # ---------------------------------------------------------------------- a transport
 
-SHOWN_TO_MEMBERS = Hook("dcr.testing.memory", "is_current")
+SHOWN_TO_MEMBERS = Hook("dcr.protocol.delivery", "is_current")

@@ -35,8 +35,9 @@ def installed_after_the_commit(verdict: Any) -> Any:
 def the_head_is_followed(committed: Any) -> Any:
     async def newest_seal(self: Any) -> Identity | None:
         head, store = await committed(self), self.store
-        sealed = await store.attempts(await store.newest()) if store and head else []
-        return sealed[-1] if sealed else head
+        newest = await store.newest() if store and head else 0
+        sealed = await store.outlines(newest - 1, newest) if store and head else []
+        return sealed[-1].identity if sealed else head
 
     return newest_seal
 
@@ -452,8 +453,9 @@ anchors_are_made_between_commits = together(_anchors_beside_commits, _a_frame_at
 @becomes(hooks.ANCHOR_OF)
 def an_anchor_has_its_versions_root(anchor_of: Any) -> Any:
     async def any_anchor(store: Any, link: Any) -> Any:
-        for identity in await store.attempts(link.open.identity.version):
-            stored = type(link)(*await store.describe(identity))
+        version = link.open.identity.version
+        for outline in await store.outlines(version - 1, version):
+            stored = type(link)(*await store.describe(outline.identity))
             if stored.open.base is None:
                 return stored
         return None

@@ -27,8 +27,9 @@ import anyio.abc
 
 from dcr import wire
 from dcr.errors import IncompleteError
+from dcr.protocol.catalogue import Outline
+from dcr.runs import StoredRun
 from dcr.testing import MemoryTransport, flip_bit
-from dcr.testing.memory import MemoryRun
 from dcr.wire import Head, Identity, Join, MemberRef, Message
 from simulation.history import History
 from simulation.machine import TICK_S, pause
@@ -144,7 +145,7 @@ class StormyTransport:
 
 
 class _Run:
-    def __init__(self, run: MemoryRun, storm: Storm, actor: Actor) -> None:
+    def __init__(self, run: StoredRun, storm: Storm, actor: Actor) -> None:
         self._run, self._storm, self._actor = run, storm, actor
         self.ledger = _Ledger(run, storm, actor)
         self.store = _Store(run, storm, actor)
@@ -266,7 +267,7 @@ class _Link:
 
 
 class _Ledger:
-    def __init__(self, run: MemoryRun, storm: Storm, actor: Actor) -> None:
+    def __init__(self, run: StoredRun, storm: Storm, actor: Actor) -> None:
         self._run, self._storm, self._actor = run, storm, actor
 
     async def read(self) -> tuple[Head | None, bytes]:
@@ -311,16 +312,16 @@ class _Ledger:
 
 
 class _Store:
-    def __init__(self, run: MemoryRun, storm: Storm, actor: Actor) -> None:
+    def __init__(self, run: StoredRun, storm: Storm, actor: Actor) -> None:
         self._store, self._storm, self._actor = run.store, storm, actor
 
     async def newest(self) -> int:
         """See `dcr.seams.Store.newest`."""
         return await self._store.newest()
 
-    async def attempts(self, version: int) -> list[Identity]:
-        """See `dcr.seams.Store.attempts`."""
-        return await self._store.attempts(version)
+    async def outlines(self, after: int, to: int) -> list[Outline]:
+        """See `dcr.seams.Store.outlines`."""
+        return await self._store.outlines(after, to)
 
     async def describe(self, identity: Identity) -> tuple[Message, Message]:
         """See `dcr.seams.Store.describe`."""

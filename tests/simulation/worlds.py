@@ -486,7 +486,8 @@ class World:
     async def _main(self) -> None:
         self.history.now_s = anyio.current_time
         self.storm = Storm(self.plan.seed, self.history)
-        async with self.transport.open(URL) as self.history.run, anyio.create_task_group() as self.group:
+        self.history.objects = self.transport.run(URL)
+        async with anyio.create_task_group() as self.group:
             self.storm.group = self.group
             await self._play()
             self.group.cancel_scope.cancel()

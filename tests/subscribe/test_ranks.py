@@ -289,7 +289,7 @@ async def test_several_ranks_fetch_a_seed_before_it_is_offered(tmp_path: Path, j
     async with dcr.subscriber(f"local://{root}", loader=join(ranks), member="m", transport=FAST) as versions:
         seed = await anext(versions)
         assert (seed.kind, seed.number, raw(ranks)) == ("seed", 1 + deltas, before)
-        for chunk in root.glob("attempts/*/*.chunk"):
+        for chunk in root.glob("packs/*/*"):
             chunk.unlink()
         await seed.install()
         assert parts(ranks) == parts(toys(2, was))

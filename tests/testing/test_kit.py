@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import anyio
 import anyio.lowlevel
@@ -16,7 +14,7 @@ from dcr.errors import LocalError
 from dcr.testing import LatencyTransport, MemoryTransport, TransportTests
 from dcr.testing.conformance.scene import attempt, identity, send_all
 from dcr.transports.local import LocalTransport
-from dcr.wire import Head, Identity, Message, encode
+from dcr.wire import Head, MemberRef, Message, encode
 
 
 class TestMemory(TransportTests):
@@ -27,29 +25,6 @@ class TestMemory(TransportTests):
     def _anew(self) -> None:
         self.transport = MemoryTransport()
 
-    async def remove_part(self, url: str, of: Identity, part: str) -> str:
-        attempts = self._attempts(url)
-        if part == "open":
-            del attempts[of]
-        elif part == "chunk":
-            del attempts[of].chunks[1]
-        else:
-            attempts[of].sealed = None
-        return str(of)
-
-    async def truncate_part(self, url: str, of: Identity, part: str) -> str:
-        one = self._attempts(url)[of]
-        if part == "open":
-            one.opened = one.opened[:-1]
-        elif part == "chunk":
-            one.chunks[1] = one.chunks[1][:-1]
-        else:
-            one.sealed = one.sealed[:-1]
-        return ""
-
-    def _attempts(self, url: str) -> dict[Identity, Any]:
-        return self.transport.run(url).attempts
-
 
 class TestLocal(TransportTests):
     transport = LocalTransport(poll_s=0.001, stale_s=0.3, fsync=False)
@@ -58,20 +33,6 @@ class TestLocal(TransportTests):
     @pytest.fixture(autouse=True)
     def _anew(self, tmp_path: Path) -> None:
         self.url = f"local://{tmp_path}/{{run}}"
-
-    async def remove_part(self, url: str, of: Identity, part: str) -> str:
-        path = self._path(url, of, part)
-        path.unlink()
-        return str(path)
-
-    async def truncate_part(self, url: str, of: Identity, part: str) -> str:
-        path = self._path(url, of, part)
-        path.write_bytes(path.read_bytes()[:-1])
-        return str(path)
-
-    def _path(self, url: str, of: Identity, part: str) -> Path:
-        attempt = Path(urlsplit(url).path) / "attempts" / f"{of.version:012d}.{of.term:06d}.{of.attempt:04d}"
-        return attempt / {"open": "open", "chunk": "0000-00000001.chunk", "seal": "seal"}[part]
 
 
 # ---------------------------------------------------------------------- imports
@@ -121,7 +82,11 @@ class Clock:
 async def _sent(clock: Clock, messages: list[Message], **speed: float) -> list[Message]:
     """Send messages over a slow link, and receive as many."""
     transport = LatencyTransport(MemoryTransport(), sleep=clock.sleep, **speed)
-    async with transport.open("memory:///run") as run, run.sender() as sender, run.member(None) as member:
+    async with (
+        transport.open("memory:///run") as run,
+        run.sender() as sender,
+        run.member(MemberRef("m", "1")) as member,
+    ):
         await run.ledger.swap(Head("kit", 1, None, b""), (await run.ledger.read())[1])
         await send_all(sender, messages)
         return [await member.receive() for _ in messages]

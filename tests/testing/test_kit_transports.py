@@ -29,9 +29,12 @@ from support.bent import (
     swapping,
     taken_and_then_a_wait,
 )
+from support.kept import attempts, clear
 
 from dcr.errors import IncompleteError, LocalError
-from dcr.testing import MemoryTransport, TransportTests
+from dcr.protocol.catalogue import Outline
+from dcr.runs.records import OPENS, pack_key
+from dcr.testing import TransportTests
 from dcr.testing.conformance.scene import opening, sealing
 from dcr.wire import Abort, Ack, Chunk, Commit, Head, Identity, Join, Leave, MemberRef, Message, Nack, Open, Seal
 
@@ -47,25 +50,18 @@ class Kit(TransportTests):
     lost_after_s = 0.3
 
     async def remove_part(self, url: str, of: Identity, part: str) -> str:
-        return _damage(self.transport, url, of, part, remove=True)
+        return await self._damaged(url).remove_part(url, of, part)
 
     async def truncate_part(self, url: str, of: Identity, part: str) -> str:
-        return _damage(self.transport, url, of, part, remove=False)
+        return await self._damaged(url).truncate_part(url, of, part)
 
-
-def _damage(transport: Any, url: str, of: Identity, part: str, *, remove: bool) -> str:
-    """Take a part of a stored attempt away, or cut it short."""
-    attempts = getattr(transport, "straight", transport).run(url).attempts
-    attempt = attempts[of]
-    if part == "chunk":
-        attempt.chunks[1:2] = [] if remove else [attempt.chunks[1][:-1]]
-    elif part == "seal":
-        attempt.sealed = None if remove else attempt.sealed[:-1]
-    elif remove:
-        del attempts[of]
-    else:
-        attempt.opened = attempt.opened[:-1]
-    return str(of) if remove else ""
+    def _damaged(self, url: str) -> Kit:
+        """The kit over what is bent: damage is done there."""
+        kit = Kit()
+        kit.transport = self.transport.straight
+        kit.remove_part = super(Kit, kit).remove_part
+        kit.truncate_part = super(Kit, kit).truncate_part
+        return kit
 
 
 # ---------------------------------------------------------------------- what is wrong with ledgers
@@ -124,7 +120,21 @@ async def _read_somebody_elses(ledger: Any) -> tuple[Head | None, bytes]:
 
 
 def _ledger_of_its_own(ledger: Any) -> Any:
-    return type(ledger)(ledger._run)
+    return MemoryLedger()
+
+
+class MemoryLedger:
+    """A ledger that nobody shares."""
+
+    def __init__(self) -> None:
+        self._heads: list[Head | None] = [None]
+
+    async def read(self) -> tuple[Head | None, bytes]:
+        return self._heads[-1], b"%d" % len(self._heads)
+
+    async def swap(self, head: Head, tag: bytes) -> bool:
+        self._heads.append(head)
+        return True
 
 
 # ---------------------------------------------------------------------- what is wrong with delivery
@@ -219,9 +229,9 @@ def _each_writer_over_the_others() -> BentTransport:
 
             async def send(link: Any, message: Message) -> None:
                 nonlocal number
-                chunks = straight.attempts[message.header.identity].chunks
                 await link.send(message)
-                chunks[number:] = [chunks[-1]]
+                data, identity = straight.objects.objects.data, message.header.identity
+                data[pack_key(identity, (1, number))] = data.pop(pack_key(identity, (part[0], number)))
                 number += 1
 
             async with straight.writer(part) as link:
@@ -265,11 +275,16 @@ def without_a_store(limit: int | None = None) -> BentTransport:
 
 
 def _deaf_to_what_was_before() -> BentTransport:
-    def sender(link: Any) -> Any:
-        link.inbox.clear()
-        return link
+    def run(straight: Any) -> Bent:
+        @asynccontextmanager
+        async def sender() -> AsyncIterator[Any]:
+            before = [Message(join) for join in await straight.members()]
+            async with straight.sender() as link:
+                yield receiving(lambda message: () if message in before else (message,))(link)
 
-    return BentTransport(sender=sender)
+        return Bent(straight, sender=sender)
+
+    return BentTransport(run=run)
 
 
 def _only_of_the_last_attempt() -> BentTransport:
@@ -284,19 +299,6 @@ def _only_of_the_last_attempt() -> BentTransport:
         return sending(note)(late(link))
 
     return BentTransport(sender=sender)
-
-
-def _vanishing_unnoticed() -> BentTransport:
-    def run(straight: Any) -> Bent:
-        @asynccontextmanager
-        async def member(ref: MemberRef) -> AsyncIterator[Any]:
-            async with straight.member(ref) as link:
-                yield link
-                straight.joined.pop(ref, None)
-
-        return Bent(straight, member=member)
-
-    return BentTransport(run=run)
 
 
 async def _impatient(link: Any) -> Message:
@@ -405,19 +407,20 @@ async def _never_minus_one(store: Any) -> int:
 
 
 async def _newest_sealed(store: Any) -> int:
-    return max((of.version for of, one in store.run.attempts.items() if one.sealed), default=-1)
+    return max((one.identity.version for one in await store.outlines(-1, 1 << 40)), default=-1)
 
 
-async def _no_attempts(store: Any, version: int) -> list[Identity]:
+async def _no_attempts(store: Any, after: int, to: int) -> list[Outline]:
     return []
 
 
-async def _first_attempt(store: Any, version: int) -> list[Identity]:
-    return (await store.attempts(version))[:1]
+async def _first_attempt(store: Any, after: int, to: int) -> list[Outline]:
+    return (await store.outlines(after, to))[:1]
 
 
-async def _all_attempts(store: Any, version: int) -> list[Identity]:
-    return [of for of in store.run.attempts if of.version == version]
+async def _all_attempts(store: Any, after: int, to: int) -> list[Outline]:
+    opened = sorted(attempts(store.objects.objects))
+    return [Outline(of, None, "anchor", b"", b"", 0) for of in opened if after < of.version <= to]
 
 
 async def _described_by_its_open(store: Any, of: Identity) -> tuple[Message, Message]:
@@ -467,7 +470,7 @@ async def _read_once(store: Any, of: Identity) -> AsyncIterator[Message]:
         async for message in store.read(of):
             yield message
     finally:
-        store.run.attempts.pop(of, None)
+        clear(store.objects.objects)
 
 
 async def _prune_nothing(store: Any, keep: Any, below: int) -> None:
@@ -484,7 +487,7 @@ async def _prune_what_is_newer(store: Any, keep: Any, below: int) -> None:
 
 async def _prune_the_number_too(store: Any, keep: Any, below: int) -> None:
     await store.prune(keep, below)
-    store.run.newest = max((one.version for one in store.run.attempts), default=-1)
+    await store.objects.delete([entry.key for entry in await store.objects.list_all(OPENS)])
 
 
 def _troubled_by_pruning() -> BentTransport:
@@ -511,8 +514,7 @@ def _forgetting(what: str) -> BentTransport:
         async def sender() -> AsyncIterator[Any]:
             async with straight.sender() as link:
                 yield link
-            straight.attempts.clear()
-            straight.ledger.head = None
+            straight.objects.objects.data.clear()
 
         return Bent(straight, sender=sender)
 
@@ -607,7 +609,7 @@ BREAKS: list[tuple[str, Broken, tuple[Any, ...]]] = [
     ("a_run_lists_its_members_and_what_they_hold", _run(members=_no_members), ()),
     ("a_run_lists_what_a_member_that_joined_again_holds_now", _run(members=_members_without_what_they_hold), ()),
     ("a_run_does_not_list_a_member_that_left", lambda: BentTransport(member=sending(dropping(Leave))), ()),
-    ("a_member_that_vanishes_has_left_after_a_while", _vanishing_unnoticed, ()),
+    ("a_member_that_vanishes_has_left_after_a_while", _sender(lambda: dropping(Leave)), ()),
     ("a_member_that_stays_is_not_taken_for_lost", lambda: BentTransport(sender=replacing(receive=_impatient)), ()),
     #
     *[
@@ -650,10 +652,10 @@ BREAKS: list[tuple[str, Broken, tuple[Any, ...]]] = [
     #
     ("nothing_was_opened_in_a_new_run", _store(newest=_never_minus_one), ()),
     ("the_newest_version_counts_though_it_was_only_opened", _store(newest=_newest_sealed), ()),
-    ("a_sealed_attempt_is_listed", _store(attempts=_no_attempts), ()),
-    ("attempts_at_one_version_are_listed_together", _store(attempts=_first_attempt), ()),
-    ("an_attempt_without_its_seal_is_not_listed", _store(attempts=_all_attempts), ()),
-    ("an_attempt_that_was_given_up_is_not_listed", _store(attempts=_all_attempts), ()),
+    ("a_sealed_attempt_is_listed", _store(outlines=_no_attempts), ()),
+    ("attempts_at_one_version_are_listed_together", _store(outlines=_first_attempt), ()),
+    ("an_attempt_without_its_seal_is_not_listed", _store(outlines=_all_attempts), ()),
+    ("an_attempt_that_was_given_up_is_not_listed", _store(outlines=_all_attempts), ()),
     ("an_attempt_is_described_by_its_open_and_its_seal", _store(describe=_described_by_its_open), ()),
     ("an_attempt_is_read_as_it_was_sent", _store(read=_read_without_bodies), ()),
     ("many_chunks_are_read_in_the_order_of_sending", _store(read=_read_by_name), ()),
@@ -724,7 +726,7 @@ def test_what_is_not_bent_passes() -> None:
 
 def test_a_store_without_hooks_says_what_to_override() -> None:
     class Bare(TransportTests):
-        transport = MemoryTransport()
+        transport = BentTransport()
         url = "memory:///{run}"
 
     with pytest.raises(pytest.fail.Exception, match="override remove_part"):

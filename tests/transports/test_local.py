@@ -1,4 +1,4 @@
-"""What only the local transport promises: which files are news, and who takes part."""
+"""What only the local transport promises: which directories it takes, what is flushed, and whose clock counts."""
 
 from __future__ import annotations
 
@@ -7,120 +7,86 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
-from unittest import mock
 
 import anyio
 import pytest
 
-from dcr.errors import WireError
-from dcr.transports.local import LocalRun, LocalTransport, files, member
-from dcr.wire import Chunk, ChunkRef, Head, Identity, Join, MemberRef, Message, Open, Seal
+from dcr.runs import StoredRun
+from dcr.testing.conformance.scene import attempt, identity, send_all
+from dcr.transports import local
+from dcr.transports.local import FileObjects, LocalTransport
+from dcr.wire import Abort, Head, Join, MemberRef, Message
 
-FIRST = Identity("run", 1, 1, 1)
 REF = MemberRef("engine", "life")
 
 
 @pytest.fixture
-async def run(tmp_path: Path) -> LocalRun:
+async def run(tmp_path: Path) -> StoredRun:
     async with LocalTransport(poll_s=0.001, stale_s=5.0, fsync=False).open(f"local://{tmp_path}") as run:
-        await run.ledger.swap(Head("run", 1, None, b""), b"")
+        await run.ledger.swap(Head("run", 1, None, b""), b"0")
         return run
 
 
-def chunk(frame: int) -> Message:
-    return Message(Chunk(FIRST, frame, "raw", 0, 1, b"d" * 32, b"c" * 16), b"body")
+def files_of(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob("*") if path.is_file()]
 
 
-async def test_a_seal_comes_last_though_a_chunk_before_it_was_not_listed_yet(run: LocalRun) -> None:
-    hidden = [True]
-
-    def listed(folder: Path) -> list[Path]:
-        found = real(folder)
-        if any(path.name == "seal" for path in found) and hidden:  # the list was begun before the chunk was written
-            hidden.clear()
-            return [path for path in found if not path.name.endswith(".chunk")]
-        return found
-
-    real = member.listed
-    with mock.patch.object(member, "listed", listed):
-        async with run.sender() as sender, run.member(REF) as link:
-            await sender.send(Message(Open(FIRST, None, b"layout", ())))
-            refs = tuple(ChunkRef(frame, b"d" * 32, b"c" * 16, 1, 4) for frame in (0, 1))
-            for frame in (0, 1):
-                await sender.send(chunk(frame))
-            await sender.send(Message(Seal(FIRST, None, refs, b"", b"")))
-            kinds = [type((await link.receive()).header).__name__ for _ in range(4)]
-    assert kinds == ["Open", "Chunk", "Chunk", "Seal"]
+# ---------------------------------------------------------------------- files
 
 
-async def test_an_opening_that_is_no_message_is_told_once_and_the_next_attempt_is_seen(run: LocalRun) -> None:
-    second = Identity("run", 1, 2, 1)
-    async with run.sender() as sender, run.member(REF) as link:
-        await sender.send(Message(Open(FIRST, None, b"layout", ())))
-        opening = run.root / "attempts" / files.folder_name(FIRST) / "open"
-        opening.write_bytes(opening.read_bytes().replace(b"open", b"oxen"))
-        with anyio.fail_after(5), pytest.raises(WireError):
-            await link.receive()
-        await sender.send(Message(Open(second, None, b"layout", ())))
-        with anyio.fail_after(5):
-            assert (await link.receive()).header == Open(second, None, b"layout", ())
+async def test_what_is_no_hint_is_flushed_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[bool] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        flushed.append((tmp_path / "heads" / "1").exists())
+        real(descriptor)
+
+    monkeypatch.setattr(local.os, "fsync", fsync)
+    objects = FileObjects(tmp_path, fsync=True)
+    for absent in (True, False):
+        flushed.clear()
+        (tmp_path / "heads" / "1").unlink(missing_ok=True)
+        await objects.put("heads/1", [b"x"], absent=absent)
+        assert flushed == [False, True], "the file before it has its name, and the name after that"
+    flushed.clear()
+    await objects.put("live/bell", [b"x"])
+    assert not flushed
 
 
-@pytest.mark.parametrize("name", [b"", b"../../elsewhere", b"\xff", b"000000000001.000001"])
-async def test_a_pointer_that_names_no_attempt_is_no_news(run: LocalRun, name: bytes) -> None:
-    (run.root / files.pointer_name(1)).write_bytes(name)
-    async with run.sender() as sender, run.member(REF) as link:
-        await sender.send(Message(Open(FIRST, None, b"layout", ())))
-        with anyio.fail_after(5):
-            assert (await link.receive()).header == Open(FIRST, None, b"layout", ())
+async def test_nothing_temporary_is_left(tmp_path: Path) -> None:
+    objects = FileObjects(tmp_path, fsync=False)
+    for absent in (False, True, True):
+        await objects.put("a/b", [b"x"], absent=absent)
+    assert files_of(tmp_path) == ["b"]
 
 
-async def _joins(sender: Any) -> list[Identity | None]:
-    """What all Joins that are there now say."""
-    held = []
-    with anyio.move_on_after(0.05):
-        while True:
-            header = (await sender.receive()).header
-            assert isinstance(header, Join)
-            held.append(header.holds)
-    return held
+async def test_a_put_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = FileObjects(tmp_path, fsync=False)
+    await objects.put("a/b", [b"before"])
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(local.os, "utime", full)
+    with pytest.raises(OSError, match="No space left"):
+        await objects.put("a/b", [b"after"])
+    assert [(path.name, path.read_bytes()) for path in (tmp_path / "a").iterdir()] == [("b", b"before")]
 
 
-async def test_a_join_that_is_written_anew_is_news_though_its_inode_has_the_old_number(run: LocalRun) -> None:
-    async with run.sender() as sender, run.member(REF) as link:
-        await link.send(Message(Join(REF, None)))
-        assert await _joins(sender) == [None]
-        path = run.root / "members" / files.file_name(REF)
-        before = path.stat()
-        await link.send(Message(Join(REF, FIRST)))
-        stamp = before.st_ino, path.stat().st_mtime_ns
-        with mock.patch("dcr.transports.local.sender.stamp", return_value=stamp):
-            assert await _joins(sender) == [FIRST]
+async def test_what_a_dead_process_was_writing_is_not_listed(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / f"of-another.3{local.TEMPORARY}").write_bytes(b"half")
+    assert await FileObjects(tmp_path, fsync=False).list("a/") == []
 
 
-async def test_a_sign_of_life_is_no_news(run: LocalRun) -> None:
-    async with run.sender() as sender, run.member(REF) as link:
-        await link.send(Message(Join(REF, None)))
-        assert await _joins(sender) == [None]
-        os.utime(run.root / "members" / files.file_name(REF))
-        assert await _joins(sender) == []
-
-
-async def test_the_same_join_said_again_is_news(run: LocalRun) -> None:
-    async with run.sender() as sender, run.member(REF) as link:
-        for _ in range(2):
-            await link.send(Message(Join(REF, None)))
-            assert await _joins(sender) == [None]
-
-
-async def test_a_member_without_a_sign_of_life_does_not_take_part(run: LocalRun) -> None:
-    async with run.sender(), run.member(REF) as link:
-        await link.send(Message(Join(REF, None)))
-        assert [join.member for join in await run.members()] == [REF]
-        long_ago = time.time() - 60
-        os.utime(run.root / "members" / files.file_name(REF), (long_ago, long_ago))
-        assert await run.members() == []
+async def test_an_attempt_that_was_given_up_leaves_no_chunks(tmp_path: Path, run: StoredRun) -> None:
+    async with run.sender() as sender:
+        await send_all(sender, attempt(identity()))
+        await sender.send(Message(Abort(identity(), "for a reason")))
+    assert not files_of(tmp_path / "packs")
 
 
 # ---------------------------------------------------------------------- directories
@@ -147,7 +113,7 @@ def shared(readable: Path) -> Path:
     user = os.geteuid()
     os.seteuid(os.getuid())
     readable.chmod(0o755)
-    for name in ("attempts", "members"):
+    for name in ("opens", "live"):
         (readable / name).mkdir()
     readable.chmod(0o555)
     os.seteuid(user)
@@ -177,37 +143,17 @@ async def test_a_file_in_the_place_of_a_directory_is_refused_with_who_writes_the
     await require_noted(tmp_path / "file" / "run", NotADirectoryError)
 
 
-@pytest.fixture
-def hour_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This host's clock is an hour ahead of the file system's."""
-    real, real_ns = time.time, time.time_ns
-    monkeypatch.setattr(time, "time", lambda: real() + 3600)
-    monkeypatch.setattr(time, "time_ns", lambda: real_ns() + 3600 * 10**9)
+# ---------------------------------------------------------------------- clocks
 
 
-@pytest.mark.usefixtures("hour_off")
-async def test_who_lives_is_judged_by_the_clock_that_stamps_the_files(run: LocalRun) -> None:
+async def test_who_lives_is_judged_by_no_clock_of_another_host(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This host's clock is an hour ahead of the one that stamped the files."""
     async with run.member(REF) as link:
         await link.send(Message(Join(REF, None)))
+        real, real_ns = time.time, time.time_ns
+        monkeypatch.setattr(time, "time", lambda: real() + 3600)
+        monkeypatch.setattr(time, "time_ns", lambda: real_ns() + 3600 * 10**9)
         async with run.sender() as sender:
-            with anyio.fail_after(2):  # less than it takes to the next sign of life
+            with anyio.fail_after(5):
                 assert (await sender.receive()).header == Join(REF, None)
             assert await run.members() == [Join(REF, None)]
-
-
-async def test_a_member_gives_a_sign_of_life_to_a_new_publisher(run: LocalRun) -> None:
-    async with run.member(REF) as link:
-        await link.send(Message(Join(REF, None)))
-        (path,) = (run.root / "members").iterdir()
-        os.utime(path, (0, 0))  # as a host stamps it whose clock is far behind
-        _, tag = await run.ledger.read()
-        await run.ledger.swap(Head("run", 2, None, b""), tag)
-        with anyio.move_on_after(0.4):  # less than it takes to the next sign of life
-            await link.receive()
-        assert path.stat().st_mtime > 0
-
-
-def test_a_clock_leaves_nothing_behind_and_works_where_nothing_can_be_written(tmp_path: Path) -> None:
-    assert abs(files.clock(tmp_path) - time.time()) < 60
-    assert list(tmp_path.iterdir()) == []
-    assert abs(files.clock(tmp_path / "missing") - time.time()) < 60

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Literal
 
 import pytest
 
+from dcr.runs import StoredRun, records
+from dcr.runs.patience import Patient
 from dcr.seams import Transport
-from dcr.testing.conformance.scene import Scene, scene
+from dcr.testing.conformance.scene import LAYOUT, Scene, scene
 from dcr.wire import Identity
 
 MiB = 1 << 20
@@ -44,9 +46,33 @@ class Setting:
         return scene(self.transport, url or self.new_url(), self.deadline_s)
 
     async def remove_part(self, url: str, of: Identity, part: Part) -> str:
-        """For stores: remove the Open, the second Chunk or the Seal of an attempt, and say its name in errors."""
-        pytest.fail(f"{type(self).__name__} has a store: override remove_part to take the {part} of {of} from {url}")
+        """For stores: remove the Open, the second Chunk or the Seal of an attempt, and say its name in errors.
+
+        A transport that `dcr.stored` made need not override this.
+        """
+        async with self._stored_part(url, of, part) as (objects, key):
+            await objects.delete([key])
+        return key
 
     async def truncate_part(self, url: str, of: Identity, part: Part) -> str:
         """For stores: cut the Open, the second Chunk or the Seal of an attempt short, and say its name in errors."""
-        pytest.fail(f"{type(self).__name__} has a store: override truncate_part to cut the {part} of {of} in {url}")
+        async with self._stored_part(url, of, part) as (objects, key):
+            found = await objects.get(key)
+            assert found is not None
+            assert found.data is not None
+            await objects.put(key, [found.data[:-1]])
+        return key
+
+    @asynccontextmanager
+    async def _stored_part(self, url: str, of: Identity, part: Part) -> AsyncIterator[tuple[Patient, str]]:
+        """The objects of a run, and the key of the one that holds a part."""
+        async with self.transport.open(url) as run:
+            if not isinstance(run, StoredRun):
+                name = type(self).__name__
+                pytest.fail(f"{name} has a store: override remove_part and truncate_part, for the {part} of {of}")
+            keys = {
+                "open": records.layout_key(LAYOUT.digest),
+                "chunk": records.pack_key(of, (0, 1)),
+                "seal": records.SEALS + records.name_of(of),
+            }
+            yield run.objects, keys[part]
