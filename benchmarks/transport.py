@@ -31,27 +31,36 @@ async def _keep(url: str, versions: int) -> None:
     async with TRANSPORT.open(url) as run, run.sender() as sender:
         await run.ledger.swap(Head("kit", 1, None, b""), b"0")
         for version in range(1, versions + 1):
-            await send_all(sender, attempt(identity(version), [b"x"], identity(version - 1) if version > 1 else None))
+            base = identity(version - 1) if version > 1 else None
+            await send_all(sender, attempt(identity(version), [b"x"], base))
             await run.ledger.swap(Head("kit", 1, identity(version), b"root"), (await run.ledger.read())[1])
 
 
 async def _follow(url: str, members: int, seconds: float, talk: Connection) -> None:
-    """Be members: idle for a while, and then take one attempt. Sends the CPU seconds, and when each had the seal."""
+    """Be members: take an attempt, idle, and take another. Sends the CPU seconds, and when each had the seal."""
     seals: list[float] = []
+    taken = anyio.Semaphore(0)
 
     async def be(name: str) -> None:
         ref = MemberRef(name, "1")
         async with TRANSPORT.open(url) as run, run.member(ref) as link:
             await link.send(Message(Join(ref, None)))
-            while not isinstance((await link.receive()).header, Seal):
-                pass
-            seals.append(time.monotonic())
+            for _ in range(2):
+                while not isinstance((await link.receive()).header, Seal):
+                    pass
+                seals.append(time.monotonic())
+                taken.release()
 
     async with anyio.create_task_group() as group:
         for number in range(members):
             group.start_soon(be, f"member-{number}")
         await anyio.sleep(2.0)
         talk.send("ready")
+        for _ in range(members):
+            await taken.acquire()
+        seals.clear()
+        await anyio.sleep(2.0)
+        talk.send("idle")
         began_s = time.process_time()
         await anyio.sleep(seconds)
         talk.send(time.process_time() - began_s)
@@ -65,11 +74,14 @@ def _members(url: str, members: int, seconds: float, talk: Connection) -> None:
 async def _lead(url: str, versions: int, seconds: float, talk: Connection) -> dict[str, float]:
     async with TRANSPORT.open(url) as run, run.sender() as sender:
         await anyio.to_thread.run_sync(talk.recv)
+        await send_all(sender, attempt(identity(versions + 1), [b"x"], identity(versions)))
+        await run.ledger.swap(Head("kit", 1, identity(versions + 1), b"root"), (await run.ledger.read())[1])
+        await anyio.to_thread.run_sync(talk.recv)
         began_s = time.process_time()
         members_s = await anyio.to_thread.run_sync(talk.recv)
         own_s = time.process_time() - began_s
         opened_s = time.monotonic()
-        await send_all(sender, attempt(identity(versions + 1), [b"x"], identity(versions)))
+        await send_all(sender, attempt(identity(versions + 2), [b"x"], identity(versions + 1)))
         seals = await anyio.to_thread.run_sync(talk.recv)
         del run
     news = [seal - opened_s for seal in seals]

@@ -127,7 +127,14 @@ class MemberLink:
                 self._desk.put(error)
                 found = False
             if not found:
-                await pace.wait(hint, busy=self._shown.follows is not None)
+                await pace.wait(hint, busy=self.is_busy)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an attempt is open: it is followed, and the head has not passed it."""
+        follows, head = self._shown.follows, self._log.head
+        committed = head.identity if head is not None else None
+        return follows is not None and (committed is None or committed.version < follows.version)
 
     async def _look(self) -> bool:
         """Take the next step, if there is one."""

@@ -91,4 +91,5 @@ class Packer:
         finally:
             self._close(pack)
             self._underway.discard(pack)
+            pack.chunks = []  # its lease ends with the send: the memory is free by then
             pack.stored.set()

@@ -181,9 +181,10 @@ class SenderLink:
 
     def _is_idle(self) -> bool:
         """Whether nothing is open that members may be about to answer."""
-        head = self._run.log.head
-        last = self._uploads[-1]
-        return last.aborted or (head is not None and head.identity == last.identity and not self._mailboxes.busy)
+        last, head = self._uploads[-1], self._run.log.head
+        committed = head.identity if head is not None else None
+        passed = committed is not None and committed.version >= last.identity.version
+        return last.aborted or (passed and not self._mailboxes.busy)
 
     async def _watch(self) -> None:
         """Tell members of the packs of other writers while an attempt is open."""

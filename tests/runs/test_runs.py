@@ -393,6 +393,20 @@ async def test_a_side_that_sees_nothing_new_looks_less_often() -> None:
     assert slept == pytest.approx([0.001, 0.0015, 0.00225, 0.003375, 0.004, 0.001])
 
 
+async def test_a_member_that_has_followed_a_version_looks_less_often_once_it_is_the_head(objects: Counted) -> None:
+    async with _with_versions(objects, 1) as sender:
+        run = StoredRun(objects, poll_s=0.001, idle_s=0.1)
+        async with run.member(REF) as link:
+            await link.receive()
+            sent = attempt(identity(2), base=identity(1))
+            await send_all(sender, sent)
+            assert [await link.receive() for _ in sent] == sent
+            assert link.is_busy
+            await run.ledger.swap(Head("kit", 1, identity(2), b"root"), (await run.ledger.read())[1])
+            assert (await link.receive()).header == Commit(identity(2))
+            assert not link.is_busy
+
+
 # ---------------------------------------------------------------------- options
 
 

@@ -27,8 +27,8 @@ class TestMemory(TransportTests):
 
 
 class TestLocal(TransportTests):
-    transport = LocalTransport(poll_s=0.001, stale_s=0.3, fsync=False)
-    lost_after_s = 1.0
+    transport = LocalTransport(poll_s=0.001, stale_s=2.0, fsync=False)
+    lost_after_s = 3.0
 
     @pytest.fixture(autouse=True)
     def _anew(self, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ class TestSqliteObjects(dcr.testing.ObjectsTests):
 
 
 class TestSqlite(dcr.testing.TransportTests):
-    transport = dcr.stored(open_objects, poll_s=0.001, idle_s=0.01, stale_s=0.3, pack_s=0.0)
-    lost_after_s = 2.0
+    transport = dcr.stored(open_objects, poll_s=0.001, idle_s=0.01, stale_s=2.0, pack_s=0.0)
+    lost_after_s = 3.0
 
     @pytest.fixture(autouse=True)
     def _somewhere(self, tmp_path):
