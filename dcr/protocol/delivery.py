@@ -87,6 +87,8 @@ def step(shown: Shown, head: Head | None, posted: Iterable[Posted]) -> Step | No
         following = _of_attempt(shown, shown.follows, head, attempts.get(shown.follows))
         if following is not None:
             return following
+    if head.identity is not None and head.identity == shown.follows and not shown.sealed:
+        return None  # the records are from before its seal: its Commit comes behind that
     if head.identity is not None and head.identity != shown.committed:
         return Commit(head.identity)
     return _opening(shown, head, list(attempts.values()))

@@ -138,13 +138,18 @@ class MemberLink:
 
     async def _look(self) -> bool:
         """Take the next step, if there is one."""
-        head = await self._log.follow()
+        # the head is read behind the bells: whoever was superseded before it rang is seen to have been
+        while True:
+            known = self._log.head
+            terms = {self._shown.last.term} if self._shown.last is not None else set()
+            terms |= {known.term} if known is not None else set()
+            posted = [one for term in sorted(terms) for one in await self._bell(term)]
+            head = await self._log.follow()
+            if head is None or head.term in terms:
+                break
         if head is not None and head.term != self._mailbox.term:
             self._mailbox.term = head.term  # a new publisher knows who lives by what changes
             await self._desk.do(self._sign)
-        terms = {self._shown.last.term} if self._shown.last is not None else set()
-        terms |= {head.term} if head is not None else set()
-        posted = [one for term in sorted(terms) for one in await self._bell(term)]
         step = delivery.step(self._shown, head, posted)
         if step is None:
             if not await self._log.is_whole():  # its publisher has gone back; the member will say what it makes of that

@@ -81,6 +81,11 @@ def test_a_later_term_does_not_end_what_has_become_the_version() -> None:
     assert [type(one).__name__ for one in steps] == ["Pack", "Seal", "Commit"]
 
 
+def test_the_commit_of_what_is_followed_waits_for_its_seal() -> None:
+    shown = after(Shown(), delivery.Open(FIRST))
+    assert step(shown, at(HEAD, 1, FIRST), [Posted(FIRST)]) is None
+
+
 def test_what_was_removed_ends_unless_it_was_sealed() -> None:
     shown = after(Shown(), delivery.Open(FIRST))
     assert step(shown, HEAD, []) == delivery.Abort(FIRST, "it was removed")
