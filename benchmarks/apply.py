@@ -36,14 +36,14 @@ import msgspec
 import numpy as np
 import torch
 
-from dcr import frames
-from dcr.boxes import whole
-from dcr.frames import Layout, Shard
+from dcr.codecs.patch import Change, Operation
+from dcr.layout import frames
+from dcr.layout.boxes import whole
+from dcr.layout.frames import Layout, Shard
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader
-from dcr.patch import Change, Operation
-from dcr.ready import Ready
-from dcr.schema import Schema, TensorSpec
+from dcr.memory.ready import Ready
 
 HIDDEN, INNER, HEADS = 2048, 5504, 512  # of a layer: model width, feed-forward width, width of keys and values
 STACKED = {

@@ -40,19 +40,19 @@ import workloads
 from workloads import Words, Workload
 
 from dcr import _native, kernels, plugins
-from dcr.baseline import Baseline
-from dcr.boxes import Box, Dim
-from dcr.budget import ByteBudget
-from dcr.frames import Layout, Shard, plan
-from dcr.patch import Operation
-from dcr.placement import Place, Placement
-from dcr.ready import Ready
-from dcr.schema import Schema, TensorSpec
+from dcr.codecs.patch import Operation
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import Layout, Shard, plan
+from dcr.layout.schema import Schema, TensorSpec
+from dcr.layout.views import Bits
+from dcr.memory.baseline import Baseline
+from dcr.memory.placement import Place, Placement
+from dcr.memory.ready import Ready
+from dcr.pipeline.budget import ByteBudget
+from dcr.protocol.wire import Chunk, Identity
 from dcr.seams import Codec
 from dcr.stages.compress import Compress, decode
 from dcr.stages.construct import Construct, source_table
-from dcr.views import Bits
-from dcr.wire import Chunk, Identity
 
 T = TypeVar("T")
 Seconds = dict[str, float]

@@ -56,7 +56,7 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 128,
     "max_num_seqs": 4,
     "skip_tokenizer_init": True,
-    "worker_extension_cls": "dcr.loaders.vllm_cpu.Canonical",
+    "worker_extension_cls": "dcr.engines.vllm_cpu.Canonical",
     "weight_transfer_config": {"backend": "dcr"},
 }
 

@@ -24,13 +24,13 @@ import msgspec
 import numpy as np
 
 import dcr
-from dcr import coverage
-from dcr.boxes import Box, Dim
-from dcr.frames import Layout, Shard, plan
-from dcr.schema import Schema, TensorSpec
+from dcr.layout import coverage
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import Layout, Shard, plan
+from dcr.layout.schema import Schema, TensorSpec
+from dcr.layout.views import Bits
 from dcr.seams import Residual
 from dcr.testing.memory import MemoryTransport
-from dcr.views import Bits
 
 
 class Experts:

@@ -35,9 +35,9 @@ import numpy as np
 import torch
 
 import dcr
+from dcr.engines import workers
+from dcr.engines.ranks import Ranks
 from dcr.loaders.native import NativeRank
-from dcr.subscribe import workers
-from dcr.subscribe.ranks import Ranks
 
 SHAPE = (64, 32)
 EXPERTS = 512

@@ -26,17 +26,17 @@ import numpy as np
 import torch
 
 import dcr
-from dcr.baseline import Baseline
-from dcr.codec import GAPS
+from dcr.codecs.codec import GAPS
+from dcr.codecs.patch import Operation, Patch
 from dcr.events import Event, StageWorked
-from dcr.frames import Layout, SourceFrame, plan
-from dcr.observe import Observer, Summary, ignore
-from dcr.patch import Operation, Patch
+from dcr.events.observers import Observer, Summary, ignore
+from dcr.layout.frames import Layout, SourceFrame, plan
+from dcr.layout.views import Bits
+from dcr.memory.baseline import Baseline
+from dcr.observe.trace import Trace
+from dcr.protocol.wire import Identity
 from dcr.stages.compress import Compress, Parcel
 from dcr.stages.construct import Construct
-from dcr.trace import Trace
-from dcr.views import Bits
-from dcr.wire import Identity
 
 STEP = Identity("benchmark", 1, 2, 1)
 

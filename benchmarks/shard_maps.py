@@ -38,15 +38,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dcr.baseline import Baseline
-from dcr.boxes import Box, Dim
-from dcr.frames import Layout, Shard, SourceFrame, plan
-from dcr.schema import Schema, TensorSpec
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import Layout, Shard, SourceFrame, plan
+from dcr.layout.schema import Schema, TensorSpec
+from dcr.layout.views import Bits
+from dcr.memory.baseline import Baseline
+from dcr.probing.bits import bits_of
+from dcr.protocol.wire import Identity
 from dcr.sources import dtensor
-from dcr.sources.bits import bits_of
 from dcr.stages.construct import Construct
-from dcr.views import Bits
-from dcr.wire import Identity
 
 STEP = Identity("benchmark", 1, 2, 1)
 COLUMNS = 2048

@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 import anyio
 import anyio.to_thread
 
+from dcr.protocol.wire import Head, Join, MemberRef, Message, Seal
 from dcr.testing.conformance.scene import attempt, identity, send_all
 from dcr.transports.local import LocalTransport
-from dcr.wire import Head, Join, MemberRef, Message, Seal
 
 TRANSPORT = LocalTransport(fsync=False)
 

@@ -11,18 +11,18 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcr import plugins
-from dcr.budget import ByteBudget, GiB, MiB
+from dcr.codecs.patch import Operation, Patch
 from dcr.errors import DcrError
 from dcr.events import Event
-from dcr.frozen import FrozenSource
-from dcr.observe import Summary
-from dcr.patch import Operation, Patch
+from dcr.events.observers import Summary
 from dcr.pipeline import DROP, FunctionStage, Inbox, Outbox, Pipeline, stage
+from dcr.pipeline.budget import ByteBudget, GiB, MiB
+from dcr.protocol.wire import MemberRef
 from dcr.publish import Answer, Publisher, Refit, Report
+from dcr.publish.frozen import FrozenSource
 from dcr.runs import stored
 from dcr.seams.required import Rule, judge
 from dcr.subscribe import Subscriber, Version
-from dcr.wire import MemberRef
 
 if TYPE_CHECKING:
     from dcr.seams import Link, Loader, Source, Transport

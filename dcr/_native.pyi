@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
-from dcr.coding import Octets
-from dcr.views import Bits, Lanes, Positions, Rows, Runs
+from dcr.kernels.coding import Octets
+from dcr.layout.views import Bits, Lanes, Positions, Rows, Runs
 
 class Features(TypedDict):
     level: str  # the instruction set level in use

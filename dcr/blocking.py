@@ -22,13 +22,13 @@ from anyio.from_thread import BlockingPortal
 
 from dcr.closing import is_process, require_process
 from dcr.errors import StateError, TimedOut
+from dcr.protocol.wire import Identity
 from dcr.publish import Answer, Report
 from dcr.publish import Publisher as AsyncPublisher
 from dcr.publish import Refit as AsyncRefit
 from dcr.seams.required import WAIT, judge
 from dcr.subscribe import Subscriber as AsyncSubscriber
 from dcr.subscribe import Version as AsyncVersion
-from dcr.wire import Identity
 
 T = TypeVar("T")
 

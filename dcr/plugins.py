@@ -12,9 +12,8 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
-from dcr import urls
 from dcr.errors import PluginError
-from dcr.seams import Transport
+from dcr.seams import Transport, urls
 from dcr.seams.required import require
 
 GROUPS = ("dcr.transports", "dcr.loaders", "dcr.sources", "dcr.codecs")
@@ -62,7 +61,7 @@ def transport_for(url: str, given: Any = None) -> Any:
     """The transport that was given for a URL, or else the one that its scheme names.
 
     Raises:
-        PluginError: as `load`. Else as `dcr.urls.scheme_of`.
+        PluginError: as `load`. Else as `dcr.seams.urls.scheme_of`.
     """
     scheme = urls.scheme_of(url)
     if given is None:

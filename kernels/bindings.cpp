@@ -32,7 +32,7 @@ void check_kind(int kind, const Table& table) {
                                     std::to_string(table.width));
 }
 
-// Bytes per element of a result; a table without storages has width 1, as in dcr.views.
+// Bytes per element of a result; a table without storages has width 1, as in dcr.layout.views.
 size_t result_width(int kind, const Table& table) {
     return width_after(kind, table.width ? table.width : 1);
 }

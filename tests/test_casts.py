@@ -14,14 +14,15 @@ import torch
 from support.refits import Weights, publish, zeros
 
 import dcr
-from dcr import kernels, reference
-from dcr.boxes import Box, Dim
+from dcr import kernels
+from dcr.kernels import reference
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.views import UNSIGNED, Bits, Table, rows_of
 from dcr.loaders.native import NativeLoader
-from dcr.sources.bits import bits_of
+from dcr.probing.bits import bits_of
 from dcr.sources.casts import CASTS
 from dcr.testing.hostile import Model, ToyEngine, one_by_one
 from dcr.testing.memory import MemoryTransport
-from dcr.views import UNSIGNED, Bits, Table, rows_of
 
 FLOATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 URL = "memory:///run"

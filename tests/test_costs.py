@@ -11,16 +11,16 @@ import torch
 from support.counts import Scanned, calls_of
 from support.refits import Weights
 
-from dcr.boxes import Box, Dim
-from dcr.frames import FrameSpec, Layout, Region
+from dcr.codecs.patch import Change, Operation
+from dcr.engines.ranks import Ranks
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import FrameSpec, Layout, Region
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.engine import slots_of
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader, NativeRank
 from dcr.loaders.standin import StandIns
-from dcr.patch import Change, Operation
-from dcr.placement import Place, Placement
-from dcr.schema import Schema, TensorSpec
-from dcr.subscribe.ranks import Ranks
+from dcr.memory.placement import Place, Placement
 
 ELEMENTS = 6  # of each tensor
 

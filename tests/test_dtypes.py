@@ -18,18 +18,18 @@ from support.refits import FAST, Weights
 
 import dcr
 import dcr.blocking
-from dcr import frames
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import SchemaError
-from dcr.frames import Layout
+from dcr.layout import frames
+from dcr.layout.frames import Layout
+from dcr.layout.schema import DTYPES, Schema, TensorSpec, width_of, words_of
 from dcr.loaders.checkpoint import SINGLE, entries_of
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader
 from dcr.loaders.probe import random_tensor
 from dcr.loaders.record import Kind
 from dcr.loaders.safetensors import SafetensorsLoader
-from dcr.patch import Change, Operation
-from dcr.schema import DTYPES, Schema, TensorSpec, width_of, words_of
-from dcr.sources.bits import bits_of, dtype_of, random_bits
+from dcr.probing.bits import bits_of, dtype_of, random_bits
 from dcr.sources.module import ModuleSource
 
 IN_FILES = (

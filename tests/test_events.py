@@ -40,8 +40,8 @@ from dcr.events import (
     StageFailed,
     UserEvent,
 )
+from dcr.protocol.wire import Message, Open
 from dcr.testing import FaultyTransport
-from dcr.wire import Message, Open
 
 TABLE = Path(__file__).parent.parent / "docs" / "events.md"
 EVENTS: tuple[Any, ...] = get_args(Event)

@@ -42,8 +42,8 @@ from dcr.events import (
     InstallFailed,
     MemberTimedOut,
 )
+from dcr.protocol.wire import Ack, Chunk, Head, Header, Identity, Message, Open, Seal
 from dcr.testing import FaultyTransport, flip_bit, flip_one_chunk
-from dcr.wire import Ack, Chunk, Head, Header, Identity, Message, Open, Seal
 
 ELEMS = 1 << 16  # of bf16: 32 pages
 Fault = Callable[[Message], Iterable[Message]]

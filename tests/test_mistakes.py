@@ -14,12 +14,12 @@ from support.refits import said
 
 import dcr
 import dcr.blocking
+from dcr.engines.ranks import Ranks
+from dcr.engines.workers import Worker, accept
 from dcr.errors import DcrError, LocalError, OptionError, PluginError, SchemaError, StateError
 from dcr.events import Event, MemberDoubled, MemberJoined, MemberLeft
 from dcr.loaders.engine import Pairs
 from dcr.loaders.native import NativeLoader
-from dcr.subscribe.ranks import Ranks
-from dcr.subscribe.workers import Worker, accept
 from dcr.testing.memory import MemoryTransport
 from dcr.transports.local import LocalTransport
 

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dcr
-from dcr import frames
 from dcr.errors import SchemaError
-from dcr.frames import Layout
+from dcr.layout import frames
+from dcr.layout.frames import Layout
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader
 from dcr.loaders.safetensors import SafetensorsLoader

@@ -27,10 +27,10 @@ from support.refits import (
 )
 
 import dcr
-from dcr import reference
+from dcr.codecs.patch import Operation
 from dcr.events import InstallCompleted
-from dcr.patch import Operation
-from dcr.schema import WIDTHS
+from dcr.kernels import reference
+from dcr.layout.schema import WIDTHS
 
 TORCH = {name: getattr(torch, name) for name in WIDTHS}
 END_TO_END = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -13,7 +13,7 @@ import torch
 from support.refits import FAST, Rollout, Weights, empty_like, publish, require_equal, running, set_bits, state
 
 import dcr
-from dcr.codec import CLASS_SPARSE
+from dcr.codecs.codec import CLASS_SPARSE
 from dcr.errors import PayloadError
 from dcr.stages.compress import Parcel
 
@@ -215,7 +215,7 @@ async def test_other_bits_in_live_memory_are_noticed_before_anything_is_written(
 
 @pytest.mark.parametrize("change", [lambda bits: bits, lambda bits: bits ^ np.uint16(1)], ids=["same", "other"])
 def test_a_placement_reads_what_is_in_live_memory(change: Callable[[np.ndarray], np.ndarray]) -> None:
-    from dcr.frames import Layout, plan
+    from dcr.layout.frames import Layout, plan
 
     module = weights(np.random.default_rng(8))
     source = dcr.source(module)

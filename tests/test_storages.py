@@ -12,13 +12,13 @@ import torch
 from support.refits import Weights
 from torch import nn
 
-from dcr import frames
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import SchemaError
-from dcr.frames import Layout
+from dcr.layout import frames
+from dcr.layout.frames import Layout
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader
-from dcr.patch import Change, Operation
-from dcr.schema import Schema, TensorSpec
 from dcr.sources.module import ModuleSource
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import msgspec
 
-from dcr import frames, plugins
-from dcr.chain import Stored, anchor_of
+from dcr import plugins
 from dcr.cli.text import printable
 from dcr.errors import LocalError, RemoteError
+from dcr.layout import frames
+from dcr.protocol.wire import Identity
+from dcr.runs.chain import Stored, anchor_of
 from dcr.seams import Store
-from dcr.wire import Identity
 
 
 class NoRun(LocalError):

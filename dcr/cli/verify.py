@@ -8,17 +8,19 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 
-from dcr import digest, frames, plugins
-from dcr.chain import Stored
+from dcr import plugins
 from dcr.cli.inspect import NoRun
 from dcr.cli.text import printable
 from dcr.errors import DigestMismatch, LocalError, RemoteError, SchemaError, StateError
-from dcr.frames import Layout
+from dcr.layout import frames
+from dcr.layout.frames import Layout
+from dcr.layout.views import Lanes
 from dcr.loaders.checkpoint import entries_of, match, placement_of, stamp_of
+from dcr.protocol import digest
+from dcr.protocol.wire import Identity
+from dcr.runs.chain import Stored
 from dcr.seams import Store
 from dcr.stages.apply import sealed_digests
-from dcr.views import Lanes
-from dcr.wire import Identity
 
 READS = 5  # how often a checkpoint is read that is another one each time
 

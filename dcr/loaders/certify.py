@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dcr.boxes import Box
+from dcr.layout.boxes import Box
+from dcr.layout.schema import TensorSpec
+from dcr.layout.views import Bits
 from dcr.loaders.engine import Memory
 from dcr.loaders.probe import dtype_of, prefill, random_tensor, torch_of
 from dcr.loaders.trial import Trial
-from dcr.schema import TensorSpec
-from dcr.sources.bits import SYMBOLIC, bits_of, name_of
-from dcr.views import Bits
+from dcr.probing.bits import SYMBOLIC, bits_of, name_of
 
 SEEDS = (101, 202)
 

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dcr.boxes import Box, Dim
 from dcr.errors import SchemaError
-from dcr.frames import Layout
-from dcr.placement import Place, Placement
-from dcr.schema import WIDTHS, TensorSpec, waived
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import Layout
+from dcr.layout.schema import WIDTHS, TensorSpec, waived
+from dcr.layout.views import UNSIGNED, Bits
+from dcr.memory.placement import Place, Placement
 from dcr.sources.names import hint
-from dcr.views import UNSIGNED, Bits
 
 Octets = NDArray[np.uint8]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

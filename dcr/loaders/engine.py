@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from dcr.errors import SchemaError
-from dcr.schema import waived
-from dcr.sources.bits import storage_bits
-from dcr.sources.tensors import require_plain
-from dcr.views import UNSIGNED, Bits
+from dcr.layout.schema import waived
+from dcr.layout.views import UNSIGNED, Bits
+from dcr.probing.bits import storage_bits
+from dcr.probing.tensors import require_plain
 
 Octets = NDArray[np.uint8]
 TORCH_OWN = ("_parameters", "_buffers", "_modules")

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dcr.boxes import Box
 from dcr.errors import LayoutError
-from dcr.fit import HOLE, fit
+from dcr.layout.boxes import Box
+from dcr.layout.fit import HOLE, fit
+from dcr.layout.schema import words_of
 from dcr.loaders.certify import Finding, Home
 from dcr.loaders.engine import Memory, Octets
 from dcr.loaders.probe import Numbering, blank
-from dcr.schema import words_of
-from dcr.sources.bits import name_of
+from dcr.probing.bits import name_of
 
 # A map of more boxes than this is a table, and has to hold so many elements a box.
 TABLE_BOXES = 64

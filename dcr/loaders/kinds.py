@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from dcr.layout.views import Bits
 from dcr.loaders.certify import Home
-from dcr.views import Bits
 
 
 class Kind(enum.Enum):

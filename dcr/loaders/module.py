@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 import torch
 
+from dcr.codecs.patch import Change
 from dcr.errors import SchemaError, StateError
-from dcr.frames import Layout
+from dcr.layout.frames import Layout
+from dcr.layout.schema import patterns, waived
+from dcr.layout.views import Bits, Lanes
 from dcr.loaders.copies import warn_of_copies
 from dcr.loaders.writable import extent_of, require_writable
-from dcr.patch import Change
-from dcr.placement import Place, Placement
-from dcr.ready import Ready
-from dcr.schema import patterns, waived
+from dcr.memory.placement import Place, Placement
+from dcr.memory.ready import Ready
+from dcr.probing.tensors import Tied, named, require_module, require_separate, storages_of, tensors_of
 from dcr.sources.homes import Homes
 from dcr.sources.names import hint
 from dcr.sources.state import require_named
-from dcr.sources.tensors import Tied, named, require_module, require_separate, storages_of, tensors_of
-from dcr.views import Bits, Lanes
 
 
 class ModuleLoader:

@@ -11,9 +11,12 @@ from fnmatch import fnmatchcase
 import numpy as np
 import torch
 
-from dcr.boxes import Box, Dim
+from dcr.codecs.patch import Change
 from dcr.errors import SchemaError, StateError
-from dcr.frames import Layout, Region
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import Layout, Region
+from dcr.layout.schema import Schema, TensorSpec, patterns
+from dcr.layout.views import UNSIGNED, Bits, Lanes
 from dcr.loaders.certify import Cast, cast_of, strided
 from dcr.loaders.copies import warn_of_copies
 from dcr.loaders.engine import Engine, Memory, Slot, memories_of, slots_of
@@ -22,16 +25,13 @@ from dcr.loaders.record import Kind, Record, record
 from dcr.loaders.reload import Reloads
 from dcr.loaders.trial import describe
 from dcr.loaders.writable import extent_of, require_writable
-from dcr.patch import Change
-from dcr.placement import Place, Placement, wanted
-from dcr.ready import Ready
-from dcr.schema import Schema, TensorSpec, patterns
-from dcr.sources.bits import bits_of, is_lazy
+from dcr.memory.placement import Place, Placement, wanted
+from dcr.memory.ready import Ready
+from dcr.memory.strips import Runs
+from dcr.probing.bits import bits_of, is_lazy
 from dcr.sources.homes import Homes
 from dcr.sources.names import hint
 from dcr.sources.state import require_named
-from dcr.strips import Runs
-from dcr.views import UNSIGNED, Bits, Lanes
 
 SHADOWED = (Kind.CAST, Kind.LAYER, Kind.MODEL)
 
@@ -269,7 +269,7 @@ def _home(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 class NativeRank:
-    """One of several ranks of an engine, as `dcr.subscribe.Ranks` joins them; otherwise as `NativeLoader`."""
+    """One of several ranks of an engine, as `dcr.engines.ranks.Ranks` joins them; otherwise as `NativeLoader`."""
 
     def __init__(self, engine: Engine, *, waive: Sequence[str] = ()) -> None:
         self._loader = NativeLoader(engine, waive=waive, partial=True)

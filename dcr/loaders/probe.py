@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dcr.layout.schema import TensorSpec
+from dcr.layout.views import UNSIGNED, Bits
 from dcr.loaders.engine import Memory, Octets
-from dcr.schema import TensorSpec
-from dcr.sources.bits import SYMBOLIC, bits_of, name_of, tame
-from dcr.views import UNSIGNED, Bits
+from dcr.probing.bits import SYMBOLIC, bits_of, name_of, tame
 
 # Non-negative integers below this are exact.
 BASES = {

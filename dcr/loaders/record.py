@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence, Set
 
 from dcr.errors import SchemaError
+from dcr.layout.schema import Schema
 from dcr.loaders.attributes import Attributes
 from dcr.loaders.certify import Cast, Finding, Home, cast_of, certify
 from dcr.loaders.engine import Engine, slots_of
@@ -22,7 +23,6 @@ from dcr.loaders.repeats import Group, Repeats, Unit, closed
 from dcr.loaders.standin import StandIns
 from dcr.loaders.trial import Trial, describe
 from dcr.loaders.units import Units, doubts_of, probe, random_of, reset_after
-from dcr.schema import Schema
 
 __all__ = ["Constants", "Kind", "Record", "Reload", "Verdict", "record"]
 

@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from dcr.errors import BaseMismatch, DigestMismatch, ReadBackError, StateError
+from dcr.layout.schema import Schema
+from dcr.layout.views import Bits
 from dcr.loaders.attributes import Attributes
 from dcr.loaders.engine import Engine, Memory, Octets
 from dcr.loaders.record import Record, Reload
 from dcr.loaders.standin import StandIns
 from dcr.loaders.trial import Seen, Trial
-from dcr.schema import Schema
-from dcr.views import Bits
 
 
 @dataclass(slots=True, eq=False)

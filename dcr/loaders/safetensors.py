@@ -18,17 +18,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dcr.codecs.patch import Change
 from dcr.errors import StateError, StorageRebound
-from dcr.frames import Layout
+from dcr.layout.frames import Layout
+from dcr.layout.schema import patterns
+from dcr.layout.views import Bits, Lanes
 from dcr.loaders import replacement
 from dcr.loaders.checkpoint import INDEX, SINGLE, entries_of, index_of, match, placement_of, stamp_of
 from dcr.loaders.ownership import Ownership, claim
 from dcr.loaders.replacement import Copy
-from dcr.patch import Change
-from dcr.placement import Placement
-from dcr.ready import Ready
-from dcr.schema import patterns
-from dcr.views import Bits, Lanes
+from dcr.memory.placement import Placement
+from dcr.memory.ready import Ready
 
 GENERATION = re.compile(r"-g(\d{6,})-[0-9a-f]{8}(?=\.safetensors$)")
 TEMPORARY = ".dcr"

@@ -23,7 +23,7 @@ import torch
 
 from dcr.loaders.engine import Memory, Octets, Slot, memories_of
 from dcr.loaders.probe import prefill, random_octets
-from dcr.sources.bits import words
+from dcr.probing.bits import words
 
 SMALL_BYTES = 1 << 20
 PAGE = mmap.PAGESIZE

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 from dcr.errors import SchemaError
+from dcr.layout.schema import Schema
 from dcr.loaders.engine import Engine
 from dcr.loaders.probe import blank, prefill
 from dcr.loaders.standin import Rebound, StandIns
 from dcr.loaders.watch import Watch
-from dcr.schema import Schema
 
 Make = Callable[[int], torch.Tensor]
 

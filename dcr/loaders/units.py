@@ -15,13 +15,13 @@ from contextlib import contextmanager
 import torch
 
 from dcr.errors import SchemaError
+from dcr.layout.schema import TensorSpec
 from dcr.loaders.certify import Finding
 from dcr.loaders.engine import Octets
 from dcr.loaders.finding import find
 from dcr.loaders.probe import Numbering, random_tensor
 from dcr.loaders.repeats import Unit
 from dcr.loaders.trial import Seen, Trial
-from dcr.schema import TensorSpec
 
 
 def units_of(names: Sequence[str]) -> list[list[int]]:

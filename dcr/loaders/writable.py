@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcr.errors import LayoutError
-from dcr.views import Bits
+from dcr.layout.views import Bits
 
 MAPS = Path("/proc/self/maps")
 

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 
 from dcr.events import StageCompleted, StageFailed, StageStarted, StageWorked
-from dcr.observe import Observer, StageStatistics, ignore, tell
+from dcr.events.observers import Observer, StageStatistics, ignore, tell
 
 
 @dataclass(slots=True)

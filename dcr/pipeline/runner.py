@@ -15,7 +15,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
 from dcr.errors import StateError
-from dcr.observe import Observer, Summary, ignore
+from dcr.events.observers import Observer, Summary, ignore
 from dcr.pipeline.functions import gather_bare
 from dcr.pipeline.meter import Meter
 from dcr.pipeline.queues import Inbox, Outbox, discard

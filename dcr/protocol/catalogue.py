@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from dcr.wire import Identity, Message, Open, Seal
+from dcr.protocol.wire import Identity, Message, Open, Seal
 
 
 class Outline(msgspec.Struct, frozen=True, array_like=True):

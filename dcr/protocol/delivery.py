@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from dcr.wire import Head, Identity
+from dcr.protocol.wire import Head, Identity
 
 Part = tuple[int, int]  # a pack of chunks: which writer's, and its number
 

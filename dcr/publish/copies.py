@@ -13,14 +13,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dcr import digest, frames, kernels
+from dcr import kernels
 from dcr.errors import CopiesDiffer
-from dcr.frames import Shard, SourceFrame
-from dcr.frozen import SLICES, slice_of
-from dcr.schema import Schema, keys
+from dcr.layout import frames
+from dcr.layout.frames import Shard, SourceFrame
+from dcr.layout.schema import Schema, keys
+from dcr.layout.views import Bits, Lanes
+from dcr.protocol import digest
+from dcr.publish.frozen import SLICES, slice_of
 from dcr.seams import Source, Twins
 from dcr.stages.construct import Made, Tables
-from dcr.views import Bits, Lanes
 
 SHOWN = 5
 
@@ -73,7 +75,7 @@ class Copies:
     def roots(self, storages: Sequence[Bits], turn: int | None = None) -> tuple[Root, ...]:
         """What this rank's copies hold. One read of them; in a worker thread.
 
-        turn: which slice of what is frozen is read, as for `dcr.frozen.slice_of`; None: all of it.
+        turn: which slice of what is frozen is read, as for `dcr.publish.frozen.slice_of`; None: all of it.
 
         Raises:
             CopiesDiffer: two names of one tensor lie apart on this rank, and hold different bits.

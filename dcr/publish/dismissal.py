@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dcr.protocol.wire import Leave, Message
 from dcr.seams import Run
-from dcr.wire import Leave, Message
 
 
 async def dismiss(run: Run, member: str) -> int:

@@ -22,9 +22,9 @@ import anyio
 import msgspec
 import numpy as np
 
-from dcr import choice, digest
-from dcr.budget import ByteBudget
-from dcr.choice import Chooser
+from dcr.codecs import choice
+from dcr.codecs.choice import Chooser
+from dcr.codecs.patch import Operation
 from dcr.errors import Fenced, NotCommittedError, RanksLost, StateError, VoteError
 from dcr.events import (
     AnchorCompleted,
@@ -42,8 +42,10 @@ from dcr.events import (
     PublishFailed,
     PublishStarted,
 )
-from dcr.observe import Observer, Summary, tell
-from dcr.patch import Operation
+from dcr.events.observers import Observer, Summary, tell
+from dcr.pipeline.budget import ByteBudget
+from dcr.protocol import digest
+from dcr.protocol.wire import ChunkRef, Head, Identity
 from dcr.publish.copies import Detail, Root, differing, error_of, error_of_made
 from dcr.publish.leader import COMMIT_TIMEOUT_S, Call, Leader, Opened, Outcome
 from dcr.publish.meeting import Ranks
@@ -52,7 +54,6 @@ from dcr.publish.refit import Refit, Report
 from dcr.publish.retention import Retention
 from dcr.seams import BasedCodec, Codec, Writer
 from dcr.stages.compress import Compress
-from dcr.wire import ChunkRef, Head, Identity
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True):

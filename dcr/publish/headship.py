@@ -6,10 +6,10 @@ import uuid
 
 import anyio
 
-from dcr.commit import Sender, after
 from dcr.errors import Fenced, NotCommittedError
+from dcr.protocol.commit import Sender, after
+from dcr.protocol.wire import Head, Identity
 from dcr.seams import Ledger
-from dcr.wire import Head, Identity
 
 TRIES, PAUSE_S = 3, 0.2
 

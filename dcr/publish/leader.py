@@ -8,18 +8,19 @@ from typing import Literal
 import anyio
 import msgspec
 
-from dcr import digest, frames
-from dcr.commit import Votes
 from dcr.errors import DcrError, WireError
 from dcr.events import AttemptAborted, MemberTimedOut, MessageIgnored
-from dcr.frames import Layout
-from dcr.observe import Observer, tell
+from dcr.events.observers import Observer, tell
+from dcr.layout import frames
+from dcr.layout.frames import Layout
+from dcr.layout.views import Lanes
+from dcr.protocol import digest
+from dcr.protocol.commit import Votes
+from dcr.protocol.wire import Abort, ChunkRef, Commit, Head, Identity, MemberRef, Message, Open, Seal
 from dcr.publish.headship import Headship
 from dcr.publish.refit import Refit
 from dcr.publish.roster import Roster
 from dcr.seams import Link, Run
-from dcr.views import Lanes
-from dcr.wire import Abort, ChunkRef, Commit, Head, Identity, MemberRef, Message, Open, Seal
 
 ABORT_TIMEOUT_S = 10.0
 COMMIT_TIMEOUT_S = 120.0

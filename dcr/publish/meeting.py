@@ -16,8 +16,8 @@ import msgspec
 
 from dcr import errors
 from dcr.errors import DcrError, RanksLost, StateError
+from dcr.layout.views import Lanes
 from dcr.seams import Group
-from dcr.views import Lanes
 
 BEAT_S = 1.0
 LEAVE_S = 5.0

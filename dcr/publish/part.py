@@ -9,28 +9,30 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from dcr import coverage, digest, frames, kernels
-from dcr.baseline import Baseline
-from dcr.boxes import Box, Dim
-from dcr.choice import Chosen
-from dcr.coverage import Tally
+from dcr import kernels
+from dcr.codecs.choice import Chosen
+from dcr.codecs.patch import Patch
 from dcr.errors import DigestMismatch, SchemaError, StateError
 from dcr.events import ChunkSentAgain, ResendIgnored
-from dcr.frames import FrameSpec, Layout, Shard, SourceFrame
-from dcr.frozen import slice_of
-from dcr.observe import Observer, Summary, tell
-from dcr.patch import Patch
+from dcr.events.observers import Observer, Summary, tell
+from dcr.layout import coverage, frames
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.coverage import Tally
+from dcr.layout.frames import FrameSpec, Layout, Shard, SourceFrame
+from dcr.layout.schema import Schema
+from dcr.layout.views import Bits, Lanes
+from dcr.memory.baseline import Baseline
+from dcr.memory.placement import canonical_table
 from dcr.pipeline import Pipeline
-from dcr.placement import canonical_table
+from dcr.protocol import digest
+from dcr.protocol.wire import ChunkRef, Identity, Message
 from dcr.publish.copies import Copies, Detail, Root
+from dcr.publish.frozen import slice_of
 from dcr.publish.refit import ResidualTensors
-from dcr.schema import Schema
 from dcr.seams import Residual, Source, Stage, Writer
 from dcr.stages.compress import Compress
 from dcr.stages.construct import Construct, Conversion, Made, Tables, Whole, convert, source_table
 from dcr.stages.transfer import Transfer
-from dcr.views import Bits, Lanes
-from dcr.wire import ChunkRef, Identity, Message
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
@@ -114,7 +116,7 @@ class Part:
 
     @property
     def tally(self) -> Tally:
-        """What this rank owns, for the proof that over all ranks each element is owned once (`dcr.coverage`)."""
+        """What this rank owns, for the proof that over all ranks each element is owned once (`dcr.layout.coverage`)."""
         owned = [tensor for group, _ in self._groups if group.owned for tensor in group.tensors]
         return coverage.tally(self.schema, ((one.tensor, one.box) for one in self._source.shards), owned)
 

@@ -18,23 +18,27 @@ import anyio.to_thread
 import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from dcr import coverage, digest, plugins
-from dcr.budget import ByteBudget, MiB
-from dcr.choice import LEVELS, Chooser
+from dcr import plugins
 from dcr.closing import Contexts, Life
-from dcr.errors import OptionError, StateError
-from dcr.frames import FRAME_ELEMS
-from dcr.observe import Observer, ignore
-from dcr.patch import Operation
+from dcr.codecs.patch import Operation
+from dcr.errors import StateError
+from dcr.events.observers import Observer, ignore
+from dcr.layout import coverage
+from dcr.layout.frames import FRAME_ELEMS
+from dcr.layout.views import Lanes
+from dcr.pipeline.budget import ByteBudget, MiB
+from dcr.protocol import digest
+from dcr.protocol.wire import Head
 from dcr.publish import dismissal, headship, numbers
 from dcr.publish.copies import error_of_made
 from dcr.publish.flight import Flights
 from dcr.publish.leader import Leader, Standing
-from dcr.publish.meeting import Alone, Ranks
+from dcr.publish.meeting import Ranks
+from dcr.publish.options import ANCHORS, NAME, encoder_of, group_of, require_number
 from dcr.publish.part import Part, Plan, require_one_schema
 from dcr.publish.refit import Refit
 from dcr.publish.retention import Retention
-from dcr.seams import BasedCodec, Codec, Group, Run, Source, Stage, Transport, Writer
+from dcr.seams import BasedCodec, Codec, Run, Source, Stage, Transport, Writer
 from dcr.seams.required import (
     COUNT,
     OBSERVER,
@@ -42,22 +46,12 @@ from dcr.seams.required import (
     SECONDS,
     STAGES,
     WHOLE,
-    Rule,
     instance,
-    is_whole,
     judge,
     optional,
     require,
 )
 from dcr.stages.construct import Made
-from dcr.views import Lanes
-from dcr.wire import Head
-
-ANCHORS = Rule(
-    "'auto', None or a whole number of 1 or more", "100", lambda every: every in ("auto", None) or is_whole(every, 1)
-)
-NAME = Rule("a member's name as text", "'rollout-0'", lambda name: isinstance(name, str))
-MAX_VERSION = (1 << 63) - 1  # numbers travel as integers of 64 bits
 
 
 class Publisher:
@@ -115,14 +109,14 @@ class Publisher:
         )
         self._url = url
         self._transport: Transport = plugins.transport_for(url, transport)
-        self._ranks = Ranks(_group(group))
+        self._ranks = Ranks(group_of(group))
         self._make_part = partial(
             Part, source, stages=stages, frame_elems=frame_elems, workers=workers, observe=observe
         )
         self._make_leader = partial(Leader, quorum=quorum, vote_timeout_s=vote_timeout_s, observe=observe)
         self._make_flights = partial(
             Flights,
-            codec=_encoder(codec),
+            codec=encoder_of(codec),
             operation=operation,
             budget=budget or ByteBudget(256 * MiB),
             workers=workers,
@@ -156,7 +150,7 @@ class Publisher:
                 error of the version before it that nobody has been told yet.
         """
         if version is not None:
-            _require_number(version)
+            require_number(version)
         self._life.require_open()
         async with self._turn:
             refit = self._unclaimed
@@ -393,33 +387,3 @@ def _warn(version: int, error: Exception) -> None:
         type(error).__name__,
         error,
     )
-
-
-def _require_number(version: int) -> None:
-    if isinstance(version, bool) or not isinstance(version, int):
-        raise OptionError(f"expected an int as the version's number, found {version!r}; write publish(version=3)")
-    if not 0 <= version <= MAX_VERSION:
-        raise StateError(f"expected a version's number from 0 to {MAX_VERSION}, found {version}")
-
-
-def _group(group: Any) -> Group:
-    """What the user gave, as a group; torch is imported only if it is torch's."""
-    if group is None:
-        return Alone()
-    if type(group).__module__.startswith("torch."):
-        from dcr.sources.group import TorchGroup
-
-        return TorchGroup(group)
-    require(group, Group, "torch.distributed.new_group()")
-    chosen: Group = group
-    return chosen
-
-
-def _encoder(codec: str | Codec | BasedCodec) -> Codec | BasedCodec | Chooser:
-    if not isinstance(codec, str):
-        require(codec, Codec, "'balanced'")
-        return codec
-    if codec in LEVELS:
-        return Chooser(LEVELS[codec])
-    named: Codec | BasedCodec = plugins.load("dcr.codecs", codec)
-    return named

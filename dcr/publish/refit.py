@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import anyio
 
-from dcr.choice import Chosen
 from dcr.closing import require_process
+from dcr.codecs.choice import Chosen
 from dcr.errors import StateError
-from dcr.observe import Summary
-from dcr.wire import Identity, MemberRef
+from dcr.events.observers import Summary
+from dcr.protocol.wire import Identity, MemberRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from typing import Literal
 
 import anyio
 
-from dcr.commit import Votes
 from dcr.errors import PayloadError
 from dcr.events import (
     ChunksWanted,
@@ -20,9 +19,10 @@ from dcr.events import (
     MemberRefused,
     VoteRefused,
 )
-from dcr.observe import Observer, tell
+from dcr.events.observers import Observer, tell
+from dcr.protocol.commit import Votes
+from dcr.protocol.wire import Ack, Identity, Join, Leave, MemberRef, Message, Nack
 from dcr.publish.refit import Answer, Refit
-from dcr.wire import Ack, Identity, Join, Leave, MemberRef, Message, Nack
 
 
 class Roster:

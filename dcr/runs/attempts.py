@@ -7,10 +7,11 @@ from contextlib import suppress
 
 import msgspec
 
-from dcr import wire
 from dcr.errors import DcrError, IncompleteError, WireError
+from dcr.protocol import wire
 from dcr.protocol.catalogue import Outline, outline_of
 from dcr.protocol.delivery import Part
+from dcr.protocol.wire import Chunk, Identity, Message, Open, Seal
 from dcr.runs.patience import Patient
 from dcr.runs.records import (
     ABORTS,
@@ -29,7 +30,6 @@ from dcr.runs.records import (
     seal_up,
     unseal,
 )
-from dcr.wire import Chunk, Identity, Message, Open, Seal
 
 Frames = list[tuple[int, int, int]]  # of each message of a pack: frame, offset, size
 

@@ -12,7 +12,7 @@ import anyio.lowlevel
 
 from dcr.closing import outwait
 from dcr.errors import IncompleteError
-from dcr.wire import Message
+from dcr.protocol.wire import Message
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from contextlib import suppress
 import msgspec
 
 from dcr.errors import DcrError
+from dcr.protocol.wire import Head
 from dcr.runs.patience import Patient
 from dcr.runs.records import NEWEST, Entry, decode, head_key, seal_up, unseal
-from dcr.wire import Head
 
 
 class Log:

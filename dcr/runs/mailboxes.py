@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from dcr.errors import DcrError, WireError
+from dcr.protocol.wire import Ack, Identity, Join, Leave, MemberRef, Message, Nack
 from dcr.runs.records import MEMBERS, Mailbox, decode, message_of
-from dcr.wire import Ack, Identity, Join, Leave, MemberRef, Message, Nack
 
 if TYPE_CHECKING:
     from dcr.runs.stored import StoredRun

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from dcr import wire
 from dcr.errors import DcrError, IncompleteError, LocalError, RemoteError, Unavailable
-from dcr.protocol import delivery
+from dcr.protocol import delivery, wire
 from dcr.protocol.delivery import Posted, Shown
+from dcr.protocol.wire import Ack, Commit, Identity, Join, Leave, MemberRef, Message, Nack
 from dcr.runs.desk import CLOSING_S, Desk
 from dcr.runs.ledger import Log
 from dcr.runs.records import Mailbox, bell_key, decode_bell, mailbox_key
-from dcr.wire import Ack, Commit, Identity, Join, Leave, MemberRef, Message, Nack
 
 if TYPE_CHECKING:
     from dcr.runs.stored import StoredRun

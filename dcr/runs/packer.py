@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
-from dcr import wire
 from dcr.errors import IncompleteError, LocalError
+from dcr.protocol import wire
+from dcr.protocol.wire import Chunk, Message
 from dcr.runs.desk import CLOSED, Desk
-from dcr.wire import Chunk, Message
 
 PUTS = 4  # packs that are written at a time
 Pieces = list[tuple[int, tuple[bytes, bytes]]]  # of each chunk its frame, and what it is on the wire

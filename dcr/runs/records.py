@@ -26,10 +26,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from dcr import wire
 from dcr.errors import IncompleteError, RemoteError, WireError
+from dcr.protocol import wire
 from dcr.protocol.delivery import Part, Posted
-from dcr.wire import Head, Identity, MemberRef, Message
+from dcr.protocol.wire import Head, Identity, MemberRef, Message
 
 HEADS, LAYOUTS, OPENS, PACKS, SEALS, ABORTS = "heads/", "layouts/", "opens/", "packs/", "seals/", "aborts/"
 NEWEST, CATALOGUE, BELLS, MEMBERS, WRITERS = (

@@ -13,11 +13,11 @@ import anyio
 from dcr.errors import DcrError, LocalError
 from dcr.protocol.catalogue import outline_of
 from dcr.protocol.delivery import Part, Posted
+from dcr.protocol.wire import Abort, Chunk, Commit, Identity, Message, Open, Seal
 from dcr.runs.desk import Desk
 from dcr.runs.mailboxes import Mailboxes
 from dcr.runs.packer import Packer, Pieces
 from dcr.runs.records import OPENS, WRITERS, bell_key, encode_bell, name_of
-from dcr.wire import Abort, Chunk, Commit, Identity, Message, Open, Seal
 
 if TYPE_CHECKING:
     from dcr.runs.stored import StoredRun

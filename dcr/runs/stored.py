@@ -10,8 +10,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 from urllib.parse import parse_qsl
 
-from dcr import urls
 from dcr.errors import OptionError
+from dcr.protocol.wire import Join, MemberRef
 from dcr.runs.attempts import StoredAttempts
 from dcr.runs.desk import Pace
 from dcr.runs.ledger import Log
@@ -19,9 +19,9 @@ from dcr.runs.mailboxes import members
 from dcr.runs.member import MemberLink
 from dcr.runs.patience import Patient
 from dcr.runs.sender import SenderLink, WriterLink
+from dcr.seams import urls
 from dcr.seams.objects import Objects
 from dcr.seams.required import SECONDS, WAIT, WHOLE, judge, optional
-from dcr.wire import Join, MemberRef
 
 OpenObjects = Callable[..., AbstractAsyncContextManager[Objects]]
 TOUCH = "live/touched"

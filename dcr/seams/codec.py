@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dcr.patch import Change, Operation
-from dcr.views import Bits
+from dcr.codecs.patch import Change, Operation
+from dcr.layout.views import Bits
 
 
 class Codec(Protocol):

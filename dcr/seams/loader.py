@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from dcr.frames import Layout, Region
-from dcr.patch import Change
-from dcr.views import Bits, Lanes
+from dcr.codecs.patch import Change
+from dcr.layout.frames import Layout, Region
+from dcr.layout.views import Bits, Lanes
 
 
 class Undoable(Protocol):
@@ -167,7 +167,7 @@ class Releasing(Protocol):
 
 
 class RankLoader(Protocol[Share]):
-    """One of several ranks of a member, which `dcr.subscribe.Ranks` joins; as `Loader`, but for what it says here.
+    """One of several ranks of a member, which `dcr.engines.ranks.Ranks` joins; as `Loader`, but for what it says here.
 
     A part is a region of one tensor that this rank holds, all of it; two of its parts share no element.
     """

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import msgspec
 
-from dcr.frames import Shard
-from dcr.schema import Schema
-from dcr.views import Bits, Lanes
+from dcr.layout.frames import Shard
+from dcr.layout.schema import Schema
+from dcr.layout.views import Bits, Lanes
 
 
 class Residual(Protocol):

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from dcr.protocol.catalogue import Outline
-from dcr.wire import Head, Identity, Join, MemberRef, Message
+from dcr.protocol.wire import Head, Identity, Join, MemberRef, Message
 
 
 class Link(Protocol):

@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from dcr import reference
 from dcr.errors import OptionError, SchemaError
-from dcr.schema import DTYPES, misfit
+from dcr.kernels import reference
+from dcr.layout.schema import DTYPES, misfit
 
 CASTS = {("float32", "bfloat16"): reference.F32_BF16, ("float32", "float16"): reference.F32_F16}
 
@@ -66,7 +66,7 @@ def canonical_dtype(name: str, have: str, is_parameter: bool, dtype: Named) -> s
 
 
 def kind(name: str, have: str, wanted: str) -> int:
-    """The value map from one dtype to another, as in `dcr.reference`.
+    """The value map from one dtype to another, as in `dcr.kernels.reference`.
 
     Raises:
         SchemaError: there is none; names the tensor.

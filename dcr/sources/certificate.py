@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dcr import reference
-from dcr.boxes import Box
 from dcr.errors import LayoutError, SchemaError
-from dcr.fit import fit
-from dcr.schema import DTYPES, TensorSpec
-from dcr.sources.bits import bits_of, dtype_of, wrong_bytes
+from dcr.kernels import reference
+from dcr.layout.boxes import Box
+from dcr.layout.fit import fit
+from dcr.layout.schema import DTYPES, TensorSpec
+from dcr.layout.views import Bits
+from dcr.probing.bits import bits_of, dtype_of, wrong_bytes
+from dcr.probing.standins import Numbers, StandIns
+from dcr.probing.tensors import Tied
 from dcr.sources.casts import CASTS
-from dcr.sources.standins import Numbers, StandIns
-from dcr.sources.tensors import Tied
-from dcr.views import Bits
 
 # A canonical tensor's name to its parts: a local tensor, and a box from its row-major elements to canonical ones.
 Maps = Mapping[str, Sequence[tuple[str, Box]]]

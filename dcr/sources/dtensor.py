@@ -20,21 +20,21 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dcr import reference
-from dcr.boxes import Box, Dim, row_major, whole
 from dcr.errors import SchemaError
-from dcr.fit import fit
-from dcr.schema import TensorSpec, patterns
+from dcr.kernels import reference
+from dcr.layout.boxes import Box, Dim, row_major, whole
+from dcr.layout.fit import fit
+from dcr.layout.schema import TensorSpec, patterns
+from dcr.layout.views import Bits
+from dcr.probing.bits import bits_of, random_bits, tensor_of, wrong_bytes
+from dcr.probing.tensors import Tied, named, require_module, require_plain, require_unflattened
 from dcr.seams import Residual
-from dcr.sources.bits import bits_of, random_bits, tensor_of, wrong_bytes
 from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
 from dcr.sources.mapped import MappedSource, Piece, demoted, shared, stored, united
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
 from dcr.sources.state import require_named
-from dcr.sources.tensors import Tied, named, require_module, require_plain, require_unflattened
 from dcr.sources.waivers import require_waivable
-from dcr.views import Bits
 
 SEEDS = (1, 2)
 CARRIERS = {1: "uint8", 2: "float16", 4: "int32", 8: "int64"}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dcr.errors import LocalError
-from dcr.views import Lanes
+from dcr.layout.views import Lanes
 
 SHORTEST_S, LONGEST_S = 0.0001, 0.005
 

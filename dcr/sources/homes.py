@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dcr.sources.bits import is_lazy
+from dcr.probing.bits import is_lazy
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,17 +15,18 @@ import msgspec
 import numpy as np
 import torch
 
-from dcr import coverage, reference
-from dcr.boxes import Box, Dim
 from dcr.errors import SchemaError
-from dcr.frames import Shard
-from dcr.overlap import intersect
-from dcr.schema import PAIRS, Schema, TensorSpec
+from dcr.kernels import reference
+from dcr.layout import coverage
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import Shard
+from dcr.layout.overlap import intersect
+from dcr.layout.schema import PAIRS, Schema, TensorSpec
+from dcr.layout.views import Bits
+from dcr.probing.tensors import Tied
 from dcr.seams import Copy, Residual, Twins
 from dcr.sources.memory import Memory, aliased
 from dcr.sources.peers import Peers
-from dcr.sources.tensors import Tied
-from dcr.views import Bits
 
 KEY_BYTES = 16
 

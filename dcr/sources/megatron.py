@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from dcr.errors import SchemaError
-from dcr.schema import patterns
+from dcr.layout.schema import patterns
+from dcr.probing.standins import Export
+from dcr.probing.tensors import named
 from dcr.sources import probe
 from dcr.sources.mapped import MappedSource
 from dcr.sources.peers import Peers
 from dcr.sources.probe import GROUP_ELEMS, Span
-from dcr.sources.standins import Export
-from dcr.sources.tensors import named
 
 LAYER = r"decoder\.layers\.(?P<layer>\d+)\."
 TO = "model.layers.{layer}."

@@ -15,12 +15,12 @@ import msgspec
 import torch
 
 from dcr.errors import SchemaError, StorageRebound
-from dcr.frames import Shard
-from dcr.schema import width_of, words_of
+from dcr.layout.frames import Shard
+from dcr.layout.schema import width_of, words_of
+from dcr.layout.views import Bits
+from dcr.probing.bits import bits_at, dtype_of, is_lazy
+from dcr.probing.tensors import Tied, require_memory, require_plain
 from dcr.seams import Twins
-from dcr.sources.bits import bits_at, dtype_of, is_lazy
-from dcr.sources.tensors import Tied, require_memory, require_plain
-from dcr.views import Bits
 
 # Where and how tensors lie: addresses, shapes, strides, dtypes.
 _Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]], list[torch.dtype]]

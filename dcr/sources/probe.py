@@ -2,8 +2,8 @@
 
 An exporter is a function from some of a rank's tensors to canonical ones. It is run group by group on stand-ins, never
 on the weights: a few times on tensors whose values count the group's elements in digits that their dtype holds exactly
-(which gives an index map, and `dcr.fit` its boxes), then twice on random bits. A canonical tensor has a map only if
-both times each of its bytes was where the boxes said. The rest is exported anew whenever its inputs change.
+(which gives an index map, and `dcr.layout.fit` its boxes), then twice on random bits. A canonical tensor has a map only
+if both times each of its bytes was where the boxes said. The rest is exported anew whenever its inputs change.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from dcr import coverage
-from dcr.boxes import Box, Dim
 from dcr.errors import SchemaError
-from dcr.schema import Schema, patterns, waived
-from dcr.sources.bits import bits_of
+from dcr.layout import coverage
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.schema import Schema, patterns, waived
+from dcr.layout.views import Bits
+from dcr.probing.bits import bits_of
+from dcr.probing.standins import BASE, Dress, Export, StandIns, base_of
+from dcr.probing.tensors import Tied, named, require_tensors, require_unflattened, tied
 from dcr.sources.casts import kind
 from dcr.sources.certificate import Found, Maps, certified
 from dcr.sources.dtensor import part_of
 from dcr.sources.mapped import MappedSource, Piece, Shares, covered, demoted, shared, stored, united
 from dcr.sources.peers import Peers
 from dcr.sources.residual import Group
-from dcr.sources.standins import BASE, Dress, Export, StandIns, base_of
 from dcr.sources.state import require_exportable, require_silent
-from dcr.sources.tensors import Tied, named, require_tensors, require_unflattened, tied
 from dcr.sources.waivers import require_waivable
-from dcr.views import Bits
 
 GROUP_ELEMS = BASE**2 - 1  # two digits are enough
 

@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dcr import digest, kernels
-from dcr.boxes import Box, Dim
-from dcr.views import Bits, Lanes, Table, rows_of
+from dcr import kernels
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.views import Bits, Lanes, Table, rows_of
+from dcr.protocol import digest
 
 # One key for all inputs: their order tells them apart.
 KEYS: Lanes = digest.unpack(hashlib.blake2b(b"residual input", digest_size=16).digest())

@@ -14,7 +14,7 @@ import torch
 from torch.nn import Module
 
 from dcr.errors import SchemaError, StorageRebound
-from dcr.schema import waived
+from dcr.layout.schema import waived
 
 EXTRA = "_extra_state"  # torch's own key
 

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from dcr.errors import SchemaError
-from dcr.schema import misfit, waived
+from dcr.layout.schema import misfit, waived
 from dcr.sources.peers import Peers
 from dcr.sources.state import beyond, extras
 

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from dcr import digest, kernels
+from dcr import kernels
+from dcr.codecs.patch import Operation
 from dcr.errors import BaseMismatch, DigestMismatch, IncompleteError, PayloadError, Poisoned
-from dcr.frames import Layout
-from dcr.patch import Operation
+from dcr.layout.frames import Layout
+from dcr.layout.views import Lanes
+from dcr.memory.placement import canonical_table
 from dcr.pipeline import Inbox, Outbox, serve
-from dcr.placement import canonical_table
+from dcr.protocol import digest
+from dcr.protocol.wire import Message, Seal
 from dcr.seams import Batching, Loader, Undoable
 from dcr.stages.compress import Unpacked
-from dcr.views import Lanes
-from dcr.wire import Message, Seal
 
 
 class Prepare:

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dcr import kernels, reference
-from dcr.frames import Frame, Layout
-from dcr.patch import Change, Operation
+from dcr import kernels
+from dcr.codecs.patch import Change, Operation
+from dcr.kernels import reference
+from dcr.layout.frames import Frame, Layout
+from dcr.layout.views import UNSIGNED, Bits, Positions
 from dcr.pipeline import Inbox, Outbox, serve
 from dcr.seams import Loader, Undoable
 from dcr.stages.compress import Unpacked
-from dcr.views import UNSIGNED, Bits, Positions
 
 UNTOUCHED = 0
 KIND = {operation: int(operation) + 1 for operation in Operation}

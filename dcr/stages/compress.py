@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
-from dcr import codec as codecs
-from dcr import digest, wire
-from dcr.budget import ByteBudget, Lease
-from dcr.choice import Choice, Chooser, Chosen, outgrows
+from dcr.codecs import codec as codecs
+from dcr.codecs.choice import Choice, Chooser, Chosen, outgrows
+from dcr.codecs.patch import Change, Operation, Patch, relative
 from dcr.errors import PayloadError
-from dcr.frames import Frame, Layout
-from dcr.patch import Change, Operation, Patch, relative
+from dcr.layout.frames import Frame, Layout
+from dcr.layout.views import Bits
 from dcr.pipeline import Inbox, Outbox, serve
+from dcr.pipeline.budget import ByteBudget, Lease
+from dcr.protocol import digest, wire
+from dcr.protocol.wire import Chunk, Identity
 from dcr.seams import BasedCodec, Codec
-from dcr.views import Bits
-from dcr.wire import Chunk, Identity
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

@@ -16,18 +16,19 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 
-from dcr import digest, kernels
-from dcr.baseline import Baseline
-from dcr.boxes import Box, Dim
-from dcr.choice import outgrows
+from dcr import kernels
+from dcr.codecs.choice import outgrows
+from dcr.codecs.patch import Patch
 from dcr.errors import DigestMismatch, FrozenChanged, SchemaError, StateError
-from dcr.frames import FRAME_ELEMS, Frame, SourceFrame
-from dcr.patch import Patch
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import FRAME_ELEMS, Frame, SourceFrame
+from dcr.layout.schema import Schema, keys
+from dcr.layout.views import STORAGE, Bits, Lanes, Table, rows_of
+from dcr.memory.baseline import Baseline
+from dcr.memory.placement import canonical_table
 from dcr.pipeline import DROP, Drop, Inbox, Outbox, serve
-from dcr.placement import canonical_table
-from dcr.schema import Schema, keys
+from dcr.protocol import digest
 from dcr.seams import Residual
-from dcr.views import STORAGE, Bits, Lanes, Table, rows_of
 
 
 class Made(msgspec.Struct, frozen=True, array_like=True):

@@ -8,16 +8,16 @@ from collections.abc import Awaitable, Callable
 import anyio
 import anyio.to_thread
 
-from dcr import codec as codecs
-from dcr import wire
-from dcr.budget import ByteBudget, Lease
-from dcr.commit import Receipt
+from dcr.codecs import codec as codecs
 from dcr.errors import IncompleteError, PayloadError
-from dcr.frames import Layout
+from dcr.layout.frames import Layout
 from dcr.pipeline import Inbox, Outbox
+from dcr.pipeline.budget import ByteBudget, Lease
+from dcr.protocol import wire
+from dcr.protocol.commit import Receipt
+from dcr.protocol.wire import Abort, Chunk, ChunkRef, Message, Open, Seal
 from dcr.seams import Writer
 from dcr.stages.compress import Parcel
-from dcr.wire import Abort, Chunk, ChunkRef, Message, Open, Seal
 
 
 class Transfer:

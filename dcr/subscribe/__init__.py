@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dcr.subscribe.ranks import Ranks
 from dcr.subscribe.subscriber import Subscriber
 from dcr.subscribe.version import Version
 
-__all__ = ["Ranks", "Subscriber", "Version"]
+__all__ = ["Subscriber", "Version"]

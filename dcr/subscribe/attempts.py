@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from dcr import commit
 from dcr.errors import BaseMismatch, DcrError, DigestMismatch, IncompleteError, PayloadError, RemoteError, RunMismatch
 from dcr.events import AttemptRefused, ChunkRefused, PrepareCompleted, PrepareFailed, PrepareStarted
+from dcr.protocol import commit
+from dcr.protocol.wire import Abort, Ack, Chunk, Identity, Message, Nack, Open
 from dcr.stages.transfer import Aborted, Superseded
 from dcr.subscribe.membership import Membership
 from dcr.subscribe.offers import Offers
-from dcr.subscribe.rank import Prepared
-from dcr.wire import Abort, Ack, Chunk, Identity, Message, Nack, Open
+from dcr.subscribe.prepared import Prepared
 
 
 class Attempts:

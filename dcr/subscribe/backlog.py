@@ -8,7 +8,6 @@ from contextlib import aclosing
 from functools import partial
 from itertools import takewhile
 
-from dcr import chain
 from dcr.errors import (
     BaseMismatch,
     DcrError,
@@ -30,13 +29,14 @@ from dcr.events import (
     SeedFetchStarted,
     VersionReplaced,
 )
+from dcr.protocol.wire import Identity
+from dcr.runs import chain
 from dcr.seams import Store
 from dcr.stages.compose import Uncomposable
 from dcr.subscribe.membership import Membership
 from dcr.subscribe.offers import Offers
-from dcr.subscribe.rank import Overfull, Prepared, Seed, reader
+from dcr.subscribe.prepared import Overfull, Prepared, Seed, reader
 from dcr.subscribe.version import Version
-from dcr.wire import Identity
 
 
 class Backlog:

@@ -9,7 +9,6 @@ from typing import Concatenate, Literal, ParamSpec
 
 import anyio
 
-from dcr.commit import Member, Receipt, member_after
 from dcr.errors import BaseMismatch, DcrError, DigestMismatch, WireError
 from dcr.events import (
     Event,
@@ -22,10 +21,11 @@ from dcr.events import (
     ReportLost,
     TrustLost,
 )
-from dcr.observe import Observer, tell
+from dcr.events.observers import Observer, tell
+from dcr.protocol.commit import Member, Receipt, member_after
+from dcr.protocol.wire import Ack, Commit, Head, Header, Identity, Join, MemberRef, Message, Nack, Open
 from dcr.seams import Link, Run, Store
 from dcr.subscribe.rank import Rank
-from dcr.wire import Ack, Commit, Head, Header, Identity, Join, MemberRef, Message, Nack, Open
 
 READ_AGAIN_S = (0.0, 0.01, 0.1, 0.4)  # before each reading of a head that turns out to be older than it can be
 Standing = tuple[str, int, int]  # run, term and version, at least
@@ -160,7 +160,7 @@ class Membership:
     # ------------------------------------------------------------------ what live memory holds
 
     def move(self, event: str) -> None:
-        """Take a step of the member's state machine (`dcr.commit.MEMBER`)."""
+        """Take a step of the member's state machine (`dcr.protocol.commit.MEMBER`)."""
         self.state = member_after(self.state, event)
 
     def receipt(self, header: Open, *, stored: bool = False) -> Receipt:

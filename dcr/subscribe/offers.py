@@ -7,10 +7,10 @@ from functools import partial
 
 import anyio
 
-from dcr.commit import Member
 from dcr.errors import BaseMismatch, IncompleteError, Poisoned, StateError, StorageRebound
+from dcr.protocol.commit import Member
 from dcr.subscribe.membership import Membership
-from dcr.subscribe.rank import Prepared
+from dcr.subscribe.prepared import Prepared
 from dcr.subscribe.version import Version
 
 

@@ -3,76 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
 import anyio.to_thread
 
-from dcr import chain, digest, frames, plugins
-from dcr.budget import ByteBudget
-from dcr.commit import Receipt
+from dcr import plugins
 from dcr.errors import (
     BaseMismatch,
     DigestMismatch,
-    IncompleteError,
     PayloadError,
     Poisoned,
     SchemaError,
     StateError,
     StorageRebound,
 )
-from dcr.frames import Layout
-from dcr.observe import Observer
+from dcr.events.observers import Observer
+from dcr.layout import frames
+from dcr.layout.frames import Layout
+from dcr.layout.views import Bits, Lanes
 from dcr.pipeline import Pipeline
+from dcr.pipeline.budget import ByteBudget
+from dcr.protocol import digest
+from dcr.protocol.commit import Receipt
+from dcr.protocol.wire import Identity, Message, Open
+from dcr.runs import chain
 from dcr.seams import BasedCodec, Codec, Labelling, Loader, Readable, Undoable, Watching
 from dcr.stages import apply
 from dcr.stages.apply import Inspect, Prepare, Write
 from dcr.stages.compose import Compose, Union
 from dcr.stages.compress import Decompress
 from dcr.stages.transfer import Fetch
-from dcr.views import Bits, Lanes
-from dcr.wire import Chunk, Identity, Message, Open
+from dcr.subscribe.prepared import AskAgain, Overfull, Prepared, Receive, Seed, reader
 
 _HARMLESS = "it may only make anew what is made of them, in memory of its own; do not serve"
-Receive = Callable[[], Awaitable[Message]]
-AskAgain = Callable[[Chunk, PayloadError], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What a member votes for: the digest it will have, and all that must be written to get there."""
-
-    identity: Identity
-    root: bytes
-    target: Lanes
-    readies: list[Undoable]
-
-    @property
-    def changed(self) -> int:
-        """Elements that will be written."""
-        return sum(ready.changed for ready in self.readies)
-
-
-@dataclass(frozen=True, slots=True)
-class Seed:
-    """A whole version, fetched and verified, to be written over whatever live memory holds.
-
-    anchor: where live memory differs from an anchor. deltas: what those after it change, which can be prepared once the
-    anchor is written; None if there are none. seals: of the deltas.
-    """
-
-    identity: Identity
-    root: bytes
-    anchor: Prepared
-    deltas: Union | None
-    seals: Sequence[Message]
-
-
-class Overfull(Exception):
-    """What is to be prepared would take more memory than the model."""
 
 
 def find_codec(name: str) -> Codec | BasedCodec:
@@ -430,15 +396,3 @@ class Rank:
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await anyio.to_thread.run_sync(function, *args, limiter=self._limiter)
-
-
-def reader(messages: AsyncIterator[Message], identity: Identity) -> Receive:
-    """The messages of a stored attempt, one at a time."""
-
-    async def receive() -> Message:
-        try:
-            return await anext(messages)
-        except StopAsyncIteration:
-            raise IncompleteError(f"{identity}: the store ended before the attempt was complete") from None
-
-    return receive

@@ -16,12 +16,14 @@ from urllib.parse import quote
 import anyio
 import msgspec
 
-from dcr import commit, plugins
-from dcr.budget import ByteBudget, MiB
+from dcr import plugins
 from dcr.closing import Contexts, Life
 from dcr.errors import LocalError, OptionError, StateError, StorageRebound
 from dcr.events import Event, PipelineEvent, SubscriberFailed
-from dcr.observe import Observer, ignore
+from dcr.events.observers import Observer, ignore
+from dcr.pipeline.budget import ByteBudget, MiB
+from dcr.protocol import commit
+from dcr.protocol.wire import Leave, MemberRef, Open
 from dcr.seams import BasedCodec, Codec, Loader, Releasing, Transport
 from dcr.seams.required import OBSERVER, SECONDS, WHOLE, Rule, instance, judge, optional, require
 from dcr.subscribe.attempts import Attempts
@@ -30,7 +32,6 @@ from dcr.subscribe.membership import Membership
 from dcr.subscribe.offers import Offers
 from dcr.subscribe.rank import Rank, find_codec
 from dcr.subscribe.version import Version
-from dcr.wire import Leave, MemberRef, Open
 
 LEAVE_TIMEOUT_S = 5.0
 HOOK = Rule(

@@ -9,7 +9,7 @@ import anyio
 
 from dcr.closing import outwait, require_process
 from dcr.errors import StateError
-from dcr.wire import Identity
+from dcr.protocol.wire import Identity
 
 
 class Version:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dcr.patch import Change, Operation
-from dcr.views import UNSIGNED, Bits, Positions
+from dcr.codecs.patch import Change, Operation
+from dcr.layout.views import UNSIGNED, Bits, Positions
 
 Numbers = Sequence[int] | NDArray[np.integer[Any]]
 

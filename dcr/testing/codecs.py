@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dcr import codec as codecs
 from dcr import plugins
+from dcr.codecs import codec as codecs
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import BaseMismatch, PayloadError
-from dcr.patch import Change, Operation
+from dcr.layout.views import UNSIGNED, Bits
 from dcr.seams import BasedCodec, Codec
 from dcr.stages.compress import is_based
 from dcr.testing.changes import describe, old_bits, random_bits, scattered, sparse, special_patterns, whole
-from dcr.views import UNSIGNED, Bits
 
 WIDTHS = sorted(UNSIGNED)
 MiB = 1 << 20

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from dcr import frames
-from dcr.boxes import row_major, whole
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import DigestMismatch
-from dcr.frames import Frame, Layout, Shard
+from dcr.layout import frames
+from dcr.layout.boxes import row_major, whole
+from dcr.layout.frames import Frame, Layout, Shard
+from dcr.layout.schema import Schema
+from dcr.layout.views import Bits, Lanes
 from dcr.loaders.engine import Engine, Memory, Pairs, memories_of, slots_of
 from dcr.loaders.native import NativeLoader
 from dcr.loaders.probe import dtype_of, random_tensor, torch_of
 from dcr.loaders.record import Kind
-from dcr.patch import Change, Operation
-from dcr.ready import Ready
-from dcr.schema import Schema
-from dcr.sources.bits import bits_of
-from dcr.views import Bits, Lanes
+from dcr.memory.ready import Ready
+from dcr.probing.bits import bits_of
 
 OPERATIONS = pytest.mark.parametrize("operation", list(Operation), ids=lambda operation: operation.name.lower())
 

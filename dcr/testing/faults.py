@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from dcr.protocol.wire import Chunk, Head, Message
 from dcr.seams import Ledger, Link, Run, Transport, Writer
 from dcr.testing.wrapped import WrappedRun
-from dcr.wire import Chunk, Head, Message
 
 Fault = Callable[[Message], Iterable[Message]]
 

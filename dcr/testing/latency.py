@@ -9,9 +9,9 @@ import anyio
 import msgspec
 
 from dcr.errors import LocalError
+from dcr.protocol.wire import PREFIX, Message
 from dcr.seams import Link, Run, Transport, Writer
 from dcr.testing.wrapped import WrappedRun
-from dcr.wire import PREFIX, Message
 
 
 class LatencyTransport:

@@ -3,7 +3,7 @@
     N  elements of a frame      K  changed elements
 
 What an engine holds is compared byte by byte with what it should hold, and digests with sums that are computed here
-from `dcr.reference.mix`, one tensor at a time.
+from `dcr.kernels.reference.mix`, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import LayoutError, SchemaError
-from dcr.patch import Change, Operation
-from dcr.ready import Ready
-from dcr.schema import WIDTHS
+from dcr.layout.schema import WIDTHS
+from dcr.layout.views import Bits
+from dcr.memory.ready import Ready
 from dcr.seams import Loader
 from dcr.testing.conformance.bench import Bench, Weight, any_bits, layout_of
-from dcr.views import Bits
 
 __all__ = ["LoaderTests", "Weight"]
 

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 
-from dcr import urls
 from dcr.runs import StoredTransport
+from dcr.seams import urls
 from dcr.seams.objects import Entry, Found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import anyio
 import numpy as np
 
-from dcr.views import Lanes
+from dcr.layout.views import Lanes
 
 
 class MemoryGroup:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from dcr.protocol.wire import Join, MemberRef
 from dcr.seams import Ledger, Link, Run, Store, Writer
-from dcr.wire import Join, MemberRef
 
 
 class WrappedRun:

@@ -19,8 +19,8 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from dcr import urls
 from dcr.runs.stored import StoredTransport
+from dcr.seams import urls
 from dcr.seams.objects import Entry, Found
 from dcr.seams.required import FLAG, judge
 

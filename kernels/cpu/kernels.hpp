@@ -1,4 +1,4 @@
-// The kernels, over checked tables. dcr/reference.py defines what each computes; `b` is bytes per element of the
+// The kernels, over checked tables. dcr/kernels/reference.py defines what each computes; `b` is bytes per element of the
 // storage, `c` bytes after the value map (equal to b without one). Bytes moved are what reaches memory at least.
 #pragma once
 
@@ -52,7 +52,7 @@ Changes compare(const Table& table, const void* base, int kind);
 // positions [K], out [K]: the bits there.                     Moves K (4 + b) + one cache line per line touched.
 void gather(const Table& table, const uint32_t* positions, size_t K, void* out);
 
-// How a change's values combine with the old bits, modulo 2^(8 b); the numbers are those of dcr/reference.py.
+// How a change's values combine with the old bits, modulo 2^(8 b); the numbers are those of dcr/kernels/reference.py.
 enum class Operation : int { OVERWRITE = 0, XOR = 1, STEP = 2 };
 
 // positions [K], values [K]: the bits there are old [K], and what the operation makes of them is now [K]; adds the

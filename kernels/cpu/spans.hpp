@@ -65,7 +65,7 @@ extern const Spans AVX2, AVX512;
 
 #define DCR_INLINE __attribute__((always_inline)) inline
 
-// Odd multipliers; the same as in dcr/reference.py.
+// Odd multipliers; the same as in dcr/kernels/reference.py.
 constexpr uint64_t M1 = 0x9E3779B97F4A7C15, M2 = 0xD6E8FEB86659FD93;
 constexpr uint64_t M3 = 0xBF58476D1CE4E5B9, M4 = 0x94D049BB133111EB;
 

@@ -13,7 +13,7 @@ namespace {
 
 __extension__ using Wide = __int128;  // extents are below 2^32 and strides 64-bit: bounds cannot overflow it
 
-// The columns of a row; see dcr/views.py.
+// The columns of a row; see dcr/layout/views.py.
 enum Column { STORAGE, HERE, TENSOR, THERE, NDIM, SIZES };
 
 [[noreturn]] void refuse(size_t row, const std::string& why) {

@@ -1,4 +1,4 @@
-// Tables of strided regions: what every kernel walks over. The C++ side of dcr/views.py.
+// Tables of strided regions: what every kernel walks over. The C++ side of dcr/layout/views.py.
 //
 //     B  rows of a table      N  elements of a table, numbered over its rows      K  positions (numbers, ascending)
 //

@@ -14,19 +14,19 @@ from support.refits import FAST as TRANSPORT
 from support.refits import Rollout, Weights, empty_like, publish, require_equal, running, set_bits, state
 
 import dcr
-from dcr.baseline import Baseline
-from dcr.boxes import Box, Dim
-from dcr.choice import LEVELS, Choice, Chooser, Chosen, merged, outgrows
-from dcr.codec import CLASSES, FAST, GAPS, RAW, named
-from dcr.digest import zero
-from dcr.frames import Layout, Shard, plan
+from dcr.codecs.choice import LEVELS, Choice, Chooser, Chosen, merged, outgrows
+from dcr.codecs.codec import CLASSES, FAST, GAPS, RAW, named
+from dcr.codecs.patch import Operation
 from dcr.kernels import read
-from dcr.patch import Operation
-from dcr.schema import WIDTHS, Schema, TensorSpec
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import Layout, Shard, plan
+from dcr.layout.schema import WIDTHS, Schema, TensorSpec
+from dcr.layout.views import UNSIGNED, Bits
+from dcr.memory.baseline import Baseline
+from dcr.protocol.digest import zero
+from dcr.protocol.wire import Identity
 from dcr.stages.compress import Compress, decode
 from dcr.stages.construct import Construct, source_table
-from dcr.views import UNSIGNED, Bits
-from dcr.wire import Identity
 
 N = 1 << 20
 STEP = Identity("run", 1, 2, 1)

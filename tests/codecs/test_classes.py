@@ -12,11 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dcr import _native, classes, kernels
-from dcr.codec import BALANCED, CLASS_SPARSE, SMALL, raw_sparse_bytes
+from dcr import _native, kernels
+from dcr.codecs.codec import BALANCED, CLASS_SPARSE, SMALL, raw_sparse_bytes
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import BaseMismatch, LayoutError, PayloadError
-from dcr.patch import Change, Operation
-from dcr.views import UNSIGNED, Bits, Positions
+from dcr.kernels import classes
+from dcr.layout.views import UNSIGNED, Bits, Positions
 
 WIDTHS = (1, 2, 4, 8)
 every_width = pytest.mark.parametrize("width", WIDTHS)

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dcr import codec, kernels
-from dcr.codec import (
+from dcr import kernels
+from dcr.codecs import codec
+from dcr.codecs.codec import (
     BALANCED,
     FAST,
     GAPS,
@@ -33,9 +34,9 @@ from dcr.codec import (
     Gaps,
     Raw,
 )
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import LayoutError, PayloadError
-from dcr.patch import Change, Operation
-from dcr.views import UNSIGNED
+from dcr.layout.views import UNSIGNED
 
 examples = settings(deadline=None, max_examples=100)
 CODECS = pytest.mark.parametrize("kind", [RAW, FAST, GAPS], ids=["raw", "fast", "gaps"])
@@ -211,7 +212,9 @@ def test_gaps_and_balanced_are_one_codec() -> None:
 
 def test_every_codec_can_be_asked_for_by_its_name_and_found_by_that_of_its_chunks() -> None:
     points = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
-    found = {name: getattr(codec, value.removeprefix("dcr.codec:")) for name, value in points["dcr.codecs"].items()}
+    found = {
+        name: getattr(codec, value.removeprefix("dcr.codecs.codec:")) for name, value in points["dcr.codecs"].items()
+    }
     assert found["balanced"] is BALANCED
     assert found["fast"] is FAST
     assert all(found[kind.name] is kind for kind in (RAW, FAST, GAPS))

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcr import classes, codec, coding, kernels
-from dcr.codec import BALANCED, CLASS_SPARSE, CLASSES, GAPS_SPARSE, PLANES_DENSE, RAW_DENSE, RAW_SPARSE
-from dcr.patch import Change, Operation
+from dcr import kernels
+from dcr.codecs import codec
+from dcr.codecs.codec import BALANCED, CLASS_SPARSE, CLASSES, GAPS_SPARSE, PLANES_DENSE, RAW_DENSE, RAW_SPARSE
+from dcr.codecs.patch import Change, Operation
+from dcr.kernels import classes, coding
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 STREAMS, BY_CLASS, PACKED, BODY = (bytes.fromhex(block) for block in re.findall(r"```hex\n(.*?)```", PAGE, re.DOTALL))

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcr import classes, coding, kernels
-from dcr.coding import Octets
+from dcr import kernels
 from dcr.errors import BaseMismatch, LayoutError, PayloadError
-from dcr.views import UNSIGNED
+from dcr.kernels import classes, coding
+from dcr.kernels.coding import Octets
+from dcr.layout.views import UNSIGNED
 
 FUZZ = Path(__file__).parents[1] / "fuzz"
 CORPUS = {path.name: path.read_bytes() for path in sorted((FUZZ / "corpus").iterdir())}

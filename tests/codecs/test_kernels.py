@@ -1,4 +1,4 @@
-"""The compiled codec kernels compute what `dcr.coding` computes, byte for byte, at every level that this machine has.
+"""The compiled codec kernels compute what `dcr.kernels.coding` computes, byte for byte, at every level of this machine.
 
 N elements of a frame, K of them changed, n bytes of a stream.
 """
@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.strategies import random_bits
 
-from dcr import _native, coding, kernels
-from dcr.codec import FAST, GAPS, Gaps
-from dcr.coding import Octets
+from dcr import _native, kernels
+from dcr.codecs.codec import FAST, GAPS, Gaps
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import LayoutError, PayloadError
-from dcr.patch import Change, Operation
-from dcr.views import UNSIGNED, Positions
+from dcr.kernels import coding
+from dcr.kernels.coding import Octets
+from dcr.layout.views import UNSIGNED, Positions
 
 WIDTHS = (1, 2, 4, 8)
 every_width = pytest.mark.parametrize("width", WIDTHS)

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dcr import reference
-from dcr.frames import Frame, FrameSpec, Layout, Region
-from dcr.patch import Operation, Patch, relative
-from dcr.schema import Schema, TensorSpec
-from dcr.views import UNSIGNED
+from dcr.codecs.patch import Operation, Patch, relative
+from dcr.kernels import reference
+from dcr.layout.frames import Frame, FrameSpec, Layout, Region
+from dcr.layout.schema import Schema, TensorSpec
+from dcr.layout.views import UNSIGNED
 
 DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "float64"}
 SUMS = np.zeros((1, 2), np.uint64)

@@ -1,4 +1,4 @@
-"""What tests ask the workers of a vLLM engine, which keeps its weights canonical (`dcr.loaders.vllm_cpu`)."""
+"""What tests ask the workers of a vLLM engine, which keeps its weights canonical (`dcr.engines.vllm_cpu`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
 
+from dcr.engines.vllm_cpu import Canonical
 from dcr.errors import ReadBackError
-from dcr.loaders.vllm_cpu import Canonical
 
 
 class Inspector(Canonical):

@@ -18,10 +18,10 @@ from live import FAST, PROMPTS, Engine, running
 from models import Trainer, make_checkpoint
 
 import dcr
+from dcr.engines.vllm import VllmLoader
 from dcr.errors import BaseMismatch, SchemaError, StateError, StorageRebound
-from dcr.frames import Layout
-from dcr.loaders.vllm import VllmLoader
-from dcr.schema import Schema
+from dcr.layout.frames import Layout
+from dcr.layout.schema import Schema
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
@@ -171,7 +171,7 @@ async def test_a_map_of_experts_that_changed_is_noticed_before_an_install(
 
 def test_expert_load_balancing_is_refused_by_name() -> None:
     """By what the configuration says: vLLM does not balance experts on a CPU."""
-    from dcr.loaders.vllm_worker import VllmRank
+    from dcr.engines.vllm_worker import VllmRank
 
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True))
     watch: Any = SimpleNamespace(require_awake=lambda: None)
@@ -183,7 +183,7 @@ def test_expert_load_balancing_is_refused_by_name() -> None:
 def test_a_worker_sleeps_until_its_weights_are_awake_and_every_call_that_may_write_them_changes_its_mark() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from dcr.loaders.vllm_watch import Watch
+    from dcr.engines.vllm_watch import Watch
 
     class Worker(WorkerBase):
         def __init__(self, config: Any) -> None:

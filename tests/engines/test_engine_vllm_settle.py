@@ -55,7 +55,7 @@ class Model(torch.nn.Module):
 def engine_of(steps: list[torch.nn.Module]) -> Any:
     from vllm.config import VllmConfig
 
-    from dcr.loaders.vllm_worker import VllmEngine
+    from dcr.engines.vllm_worker import VllmEngine
 
     return VllmEngine(Model(steps), VllmConfig(), torch.device("cpu"))
 

@@ -19,10 +19,12 @@ import atheris
 import numpy as np
 
 with atheris.instrument_imports(include=["dcr"]):
-    from dcr import codec, kernels, wire
+    from dcr import kernels
+    from dcr.codecs import codec
+    from dcr.codecs.patch import Change, Operation
     from dcr.errors import BaseMismatch, PayloadError, WireError
-    from dcr.patch import Change, Operation
-    from dcr.views import UNSIGNED, Bits
+    from dcr.layout.views import UNSIGNED, Bits
+    from dcr.protocol import wire
 
 HEADER = struct.Struct("<BBBHH")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dcr import classes, coding
-from dcr.views import UNSIGNED
+from dcr.kernels import classes, coding
+from dcr.layout.views import UNSIGNED
 
 CORPUS = Path(__file__).parent / "corpus"
 POSITIONS, VALUES, PACKED, CLASSES = range(4)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dcr import blake3, kernels
+from dcr import kernels
+from dcr.kernels import hashing as blake3
 
 _native = pytest.importorskip("dcr._native", reason="built without the compiled kernels")
 

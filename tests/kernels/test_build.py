@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import dcr
-from dcr import _native, kernels, reference
-from dcr.boxes import Box, Dim
+from dcr import _native, kernels
 from dcr.errors import LayoutError
-from dcr.views import Table, rows_of
+from dcr.kernels import reference
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.views import Table, rows_of
 
 
 def loaded_again() -> ModuleType:

@@ -1,6 +1,6 @@
 """The state digest: a sum that splits, updates in place, and notices what folded checksums miss.
 
-The oracle mixes one element at a time with Python's integers, from the definition in `dcr.reference.mix`.
+The oracle mixes one element at a time with Python's integers, from the definition in `dcr.kernels.reference.mix`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dcr import digest, kernels, reference
-from dcr.boxes import Box, Dim
+from dcr import kernels
 from dcr.errors import DigestMismatch
-from dcr.schema import Schema, TensorSpec, keys
-from dcr.views import Lanes, Table, rows_of
+from dcr.kernels import reference
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.schema import Schema, TensorSpec, keys
+from dcr.layout.views import Lanes, Table, rows_of
+from dcr.protocol import digest
 
 examples = settings(deadline=None, max_examples=100)
 MASK = (1 << 64) - 1

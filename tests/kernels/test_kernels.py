@@ -1,4 +1,4 @@
-"""The compiled kernels compute what `dcr.reference` computes, bit for bit, at every level that this machine has.
+"""The compiled kernels compute what `dcr.kernels.reference` computes, bit for bit, at every level of this machine.
 
 N elements of a table, K of them changed, T tensors.
 """
@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.strategies import TENSORS, injective_tables, positions_in, random_bits, runs_in, tables
 
-from dcr import _native, kernels, reference
-from dcr.boxes import Box, Dim
-from dcr.views import UNSIGNED, Bits, Lanes, Positions, Table, rows_of
+from dcr import _native, kernels
+from dcr.kernels import reference
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.views import UNSIGNED, Bits, Lanes, Positions, Table, rows_of
 
 WIDTHS = (1, 2, 4, 8)
 OPERATIONS = (kernels.OVERWRITE, kernels.XOR, kernels.STEP)

@@ -22,9 +22,10 @@ from support.refits import (
 )
 
 import dcr
-from dcr import _native, codec
-from dcr.patch import Change, Operation
-from dcr.views import UNSIGNED
+from dcr import _native
+from dcr.codecs import codec
+from dcr.codecs.patch import Change, Operation
+from dcr.layout.views import UNSIGNED
 
 LEVELS = _native.features()["levels"]
 DTYPES = ("bfloat16", "uint8", "float32", "int64")

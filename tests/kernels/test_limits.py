@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dcr import _native, kernels
-from dcr.boxes import MAX_DIMS, Box, Dim
 from dcr.errors import LayoutError
-from dcr.views import HERE, HERE_STRIDES, NDIM, SIZES, STORAGE, TENSOR, Bits, Rows, Table, rows_of
+from dcr.layout.boxes import MAX_DIMS, Box, Dim
+from dcr.layout.views import HERE, HERE_STRIDES, NDIM, SIZES, STORAGE, TENSOR, Bits, Rows, Table, rows_of
 
 KEYS = np.arange(4, dtype=np.uint64).reshape(2, 2)
 

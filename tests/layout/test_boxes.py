@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pieces import expand, joined
 
-from dcr.boxes import Box, Dim, is_injective, whole
 from dcr.errors import LayoutError
+from dcr.layout.boxes import Box, Dim, is_injective, whole
 
 examples = settings(deadline=None, max_examples=100)
 # Few strides and extents, so that dimensions often merge, on one side or on both; and some past 32 bits.

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pieces import tilings
 
-from dcr.boxes import Box, Dim
-from dcr.coverage import require_covered, tally, uncovered
 from dcr.errors import LayoutError
-from dcr.schema import Schema, TensorSpec
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.coverage import require_covered, tally, uncovered
+from dcr.layout.schema import Schema, TensorSpec
 
 examples = settings(deadline=None, max_examples=200)
 

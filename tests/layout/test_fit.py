@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.pieces import expand
 
-from dcr.boxes import Box
 from dcr.errors import LayoutError
-from dcr.fit import HOLE, fit
+from dcr.layout.boxes import Box
+from dcr.layout.fit import HOLE, fit
 
 examples = settings(deadline=None, max_examples=300)
 Index = NDArray[np.int64]

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dcr import frames
-from dcr.boxes import Box, Dim
 from dcr.errors import LayoutError, SchemaError, WireError
-from dcr.frames import FrameSpec, Layout, Region, Shard, SourceFrame
-from dcr.reference import F32_BF16
-from dcr.schema import Schema, TensorSpec, keys
-from dcr.views import NDIM, STORAGE, TENSOR, box_of
+from dcr.kernels.reference import F32_BF16
+from dcr.layout import frames
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import FrameSpec, Layout, Region, Shard, SourceFrame
+from dcr.layout.schema import Schema, TensorSpec, keys
+from dcr.layout.views import NDIM, STORAGE, TENSOR, box_of
 
 examples = settings(deadline=None, max_examples=100)
 Element = tuple[int, int]

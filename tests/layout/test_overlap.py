@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pieces import expand, joined, tilings
 
-from dcr.boxes import Box, Dim, is_injective, whole
 from dcr.errors import LayoutError
-from dcr.overlap import compose, intersect, locate, numbered, row_runs
+from dcr.layout.boxes import Box, Dim, is_injective, whole
+from dcr.layout.overlap import compose, intersect, locate, numbered, row_runs
 
 examples = settings(deadline=None, max_examples=400)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dcr.errors import SchemaError
-from dcr.schema import DTYPES, Schema, TensorSpec, keys, width_of, words_of
+from dcr.layout.schema import DTYPES, Schema, TensorSpec, keys, width_of, words_of
 
 EMBED = TensorSpec("embed.weight", "bfloat16", (8, 4), ("lm_head.weight",))
 NORM = TensorSpec("norm.weight", "float32", (4,))

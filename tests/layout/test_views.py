@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcr.boxes import MAX_DIMS, Box, Dim
 from dcr.errors import LayoutError
-from dcr.views import COLUMNS, NDIM, SIZES, STORAGE, TENSOR, Bits, Table, box_of, rows_of
+from dcr.layout.boxes import MAX_DIMS, Box, Dim
+from dcr.layout.views import COLUMNS, NDIM, SIZES, STORAGE, TENSOR, Bits, Table, box_of, rows_of
 
 examples = settings(deadline=None, max_examples=100)
 WORDS = st.integers(-(1 << 40), 1 << 40)

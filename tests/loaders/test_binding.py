@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dcr.errors import DcrError, SchemaError
-from dcr.frames import Layout
+from dcr.layout.frames import Layout
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.native import NativeLoader
-from dcr.schema import Schema, TensorSpec
 from dcr.testing.hostile import Model, ToyEngine, nothing, one_by_one, parameter
 
 

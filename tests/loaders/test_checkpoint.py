@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from support.checkpoints import WEIGHTS, bound, load, save
 
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import SchemaError
 from dcr.loaders.checkpoint import INDEX, SINGLE, entries_of, match, placement_of
 from dcr.loaders.safetensors import SafetensorsLoader
-from dcr.patch import Change, Operation
 from dcr.testing.conformance.bench import layout_of
 from dcr.testing.loaders import Weight
 

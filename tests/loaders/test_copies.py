@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from dcr.errors import StaleCopyWarning
-from dcr.frames import Layout
+from dcr.layout.frames import Layout
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.copies import warn_of_copies, warn_of_frozen_graphs
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader
-from dcr.schema import Schema, TensorSpec
 
 SPECS = (TensorSpec("layer.weight", "float32", (2, 2)), TensorSpec("layer.bias", "float32", (2,)))
 

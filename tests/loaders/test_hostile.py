@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dcr.errors import SchemaError
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders import standin
 from dcr.loaders.engine import Engine, Pairs
 from dcr.loaders.record import Kind, record
-from dcr.schema import Schema, TensorSpec
 from dcr.testing.engines import EngineTests, World
 from dcr.testing.hostile import CASES as MOVES
 from dcr.testing.hostile import Case, Model, ToyEngine

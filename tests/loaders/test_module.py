@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from dcr import digest, frames
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import DigestMismatch, LayoutError, SchemaError, StateError
-from dcr.frames import Frame, FrameSpec, Layout, Region
+from dcr.layout import frames
+from dcr.layout.frames import Frame, FrameSpec, Layout, Region
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.module import ModuleLoader
-from dcr.patch import Change, Operation
-from dcr.ready import Ready
-from dcr.schema import Schema, TensorSpec
+from dcr.memory.ready import Ready
+from dcr.protocol import digest
 from dcr.sources.module import ModuleSource
 
 

@@ -15,14 +15,14 @@ import torch
 from support.refits import FAST, publish
 
 import dcr
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import DigestMismatch, Poisoned, ReadBackError, SchemaError, StateError
-from dcr.frames import FrameSpec, Layout, Region
+from dcr.layout.frames import FrameSpec, Layout, Region
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.engine import memories_of, slots_of
 from dcr.loaders.native import NativeLoader
 from dcr.loaders.probe import random_tensor
-from dcr.patch import Change, Operation
-from dcr.schema import Schema, TensorSpec
-from dcr.sources.bits import bits_of
+from dcr.probing.bits import bits_of
 from dcr.testing.hostile import CASES, Case, Model, ToyEngine
 
 KINDS = ["absorbed weights", "composed", "quantised", "cast", "tied heads", "padded vocabulary", "rebinding", "threads"]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from support.refits import Weights
 
-from dcr.frames import FrameSpec, Layout, Region
+from dcr.codecs.patch import Change, Operation
+from dcr.engines.ranks import Ranks
+from dcr.layout.frames import FrameSpec, Layout, Region
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.engine import Pairs
 from dcr.loaders.native import NativeLoader, NativeRank
-from dcr.patch import Change, Operation
-from dcr.schema import Schema, TensorSpec
-from dcr.subscribe.ranks import Ranks
 
 LAYOUT = Layout(Schema((TensorSpec("weight", "float32", (6,)),)), (FrameSpec("float32", (Region(0, 0, ((6, 1),)),)),))
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from dcr.layout.schema import TensorSpec
 from dcr.loaders.probe import BLOCK, Numbering, random_tensor
-from dcr.schema import TensorSpec
-from dcr.sources.bits import bits_of
+from dcr.probing.bits import bits_of
 
 FLOATS = ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 OTHERS = ["uint8", "int8", "int16", "int32", "int64", "bool"]

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders import standin
 from dcr.loaders.engine import Pairs, slots_of
 from dcr.loaders.record import Kind, record
-from dcr.schema import Schema, TensorSpec
 from dcr.testing.hostile import CASES, Model, ToyEngine, one_by_one, parameter
 from dcr.testing.stateful import STATEFUL
 

@@ -24,7 +24,7 @@ from dcr import cli
 from dcr.errors import SchemaError
 from dcr.loaders.checkpoint import INDEX, SINGLE, entries_of
 from dcr.loaders.safetensors import SafetensorsLoader
-from dcr.ready import Ready
+from dcr.memory.ready import Ready
 from dcr.seams import Loader
 from dcr.testing import LoaderTests
 from dcr.testing.conformance.bench import layout_of

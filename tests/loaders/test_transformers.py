@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import dcr
+from dcr.engines.transformers import TransformersEngine
 from dcr.errors import SchemaError
-from dcr.frames import Layout
+from dcr.layout.frames import Layout
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.engine import Engine, Pairs
 from dcr.loaders.record import Kind
-from dcr.loaders.transformers import TransformersEngine
-from dcr.schema import Schema, TensorSpec
 from dcr.testing.engines import EngineTests
 
 SIZES = {

@@ -19,11 +19,11 @@ from support.refits import FAST, publish
 from support.tensor_parallel import WatchedRank, fill, parts, touched, toys, trainer_of, values
 
 import dcr
+from dcr.engines import workers
+from dcr.engines.vllm import VllmLoader
+from dcr.engines.vllm_pause import Pause
 from dcr.errors import BaseMismatch, Poisoned, RankError, ReadBackError, StateError
 from dcr.loaders.session import Session
-from dcr.loaders.vllm import VllmLoader
-from dcr.loaders.vllm_pause import Pause
-from dcr.subscribe import workers
 
 INSTALLED = ["pause", "start_weight_update", "finish_weight_update", "prefix", "mm", "encoder", "label 2", "resume"]
 
@@ -33,7 +33,7 @@ def config(replicas: int = 1) -> Any:
 
 
 class Worker:
-    """What `dcr.loaders.vllm_worker.Transfer` is in a worker of vLLM."""
+    """What `dcr.engines.vllm_worker.Transfer` is in a worker of vLLM."""
 
     def __init__(self, rank: WatchedRank) -> None:
         self.rank = rank

@@ -13,14 +13,14 @@ import pytest
 import torch
 from support.refits import Weights
 
-from dcr import frames
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import LayoutError
-from dcr.frames import Layout
+from dcr.layout import frames
+from dcr.layout.frames import Layout
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader
 from dcr.loaders.writable import Extent, require_writable
-from dcr.patch import Change, Operation
-from dcr.schema import Schema, TensorSpec
 from dcr.sources.module import ModuleSource
 
 NUMEL = 5000  # several pages

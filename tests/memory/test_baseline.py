@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dcr import kernels
-from dcr.baseline import Baseline
+from dcr.codecs.patch import Patch
 from dcr.errors import StateError
-from dcr.frames import FrameSpec, Layout, Region
-from dcr.patch import Patch
-from dcr.placement import canonical_table
-from dcr.schema import Schema, TensorSpec
-from dcr.views import Lanes
-from dcr.wire import Identity
+from dcr.layout.frames import FrameSpec, Layout, Region
+from dcr.layout.schema import Schema, TensorSpec
+from dcr.layout.views import Lanes
+from dcr.memory.baseline import Baseline
+from dcr.memory.placement import canonical_table
+from dcr.protocol.wire import Identity
 
 # Frame 0 holds all of `a` and the first half of `b`, frame 1 the second half of `b`.
 SCHEMA = Schema((TensorSpec("a", "bfloat16", (3,)), TensorSpec("b", "bfloat16", (8,))))

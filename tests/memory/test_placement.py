@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dcr import frames, kernels
-from dcr.boxes import Box, Dim
+from dcr import kernels
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import DigestMismatch, LayoutError, ReadBackError
-from dcr.frames import FrameSpec, Layout, Region, Shard
-from dcr.patch import Change, Operation
-from dcr.placement import Place, Placement, canonical_table
-from dcr.schema import Schema, TensorSpec
+from dcr.layout import frames
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import FrameSpec, Layout, Region, Shard
+from dcr.layout.schema import Schema, TensorSpec
+from dcr.memory.placement import Place, Placement, canonical_table
 
 Bits = NDArray[np.unsignedinteger]
 examples = settings(deadline=None, max_examples=80)

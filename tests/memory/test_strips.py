@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcr import frames, reference
-from dcr.boxes import Box, Dim
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import DigestMismatch, LayoutError
-from dcr.frames import FrameSpec, Layout, Region, Shard
-from dcr.patch import Change, Operation
-from dcr.placement import Place, Placement, wanted
-from dcr.schema import Schema, TensorSpec, keys
-from dcr.strips import covered, joined, shared, without
-from dcr.views import Bits
+from dcr.kernels import reference
+from dcr.layout import frames
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import FrameSpec, Layout, Region, Shard
+from dcr.layout.schema import Schema, TensorSpec, keys
+from dcr.layout.views import Bits
+from dcr.memory.placement import Place, Placement, wanted
+from dcr.memory.strips import covered, joined, shared, without
 
 examples = settings(deadline=None, max_examples=150)
 

@@ -112,7 +112,7 @@ struct Layout {
 
 using Lanes = std::vector<uint64_t>;
 
-// The digest's mixing, as dcr/reference.py has it.
+// The digest's mixing, as dcr/kernels/reference.py has it.
 void mix(const Layout& layout, size_t number, uint64_t bits, const Lanes& keys, Lanes& sums) {
     const uint64_t t = layout.tensor[number];
     uint64_t u = (layout.there[number] ^ keys[2 * t]) * 0x9E3779B97F4A7C15u;

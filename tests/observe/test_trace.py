@@ -13,7 +13,7 @@ from support.refits import FAST, Rollout, Weights, empty_like, publish, running,
 
 import dcr
 from dcr.events import AttemptOpened, AttemptSealed, Event, MemberEvent, MemberInstalled, PipelineEvent, StageWorked
-from dcr.trace import Trace
+from dcr.observe.trace import Trace
 
 
 async def refit(folder: Path, observe: Any) -> list[Event]:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcr.budget import ByteBudget, Lease
 from dcr.errors import BudgetError, StateError
+from dcr.pipeline.budget import ByteBudget, Lease
 
 
 class Askers:

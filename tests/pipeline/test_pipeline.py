@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dcr.errors import StateError
 from dcr.events import Event, StageWorked
-from dcr.observe import StageStatistics, Summary
+from dcr.events.observers import StageStatistics, Summary
 from dcr.pipeline import DROP, FunctionStage, Inbox, Outbox, Pipeline, gather_bare, meter, queues, runner, stage
 
 

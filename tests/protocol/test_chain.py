@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, Set
 
 import pytest
 
-from dcr.chain import Stored, anchor_of, back_from
 from dcr.errors import DcrError, IncompleteError
 from dcr.protocol.catalogue import Outline, outline_of
-from dcr.wire import Identity, Message, Open, Seal
+from dcr.protocol.wire import Identity, Message, Open, Seal
+from dcr.runs.chain import Stored, anchor_of, back_from
 
 
 def at(version: int, attempt: int = 1) -> Identity:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcr.commit import MAY_SERVE, MEMBER, SENDER, Member, Receipt, Sender, Votes, after, member_after, verdict
 from dcr.errors import BaseMismatch, IncompleteError, PayloadError, RunMismatch, StateError
-from dcr.wire import Ack, Chunk, ChunkRef, Identity, MemberRef, Nack, Open, Seal
+from dcr.protocol.commit import MAY_SERVE, MEMBER, SENDER, Member, Receipt, Sender, Votes, after, member_after, verdict
+from dcr.protocol.wire import Ack, Chunk, ChunkRef, Identity, MemberRef, Nack, Open, Seal
 
 Table = Mapping[Any, Mapping[str, Any]]
 Step = Callable[[Any, str], Any]

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dcr.protocol import delivery
 from dcr.protocol.delivery import Posted, Shown, after, step
-from dcr.wire import Head, Identity
+from dcr.protocol.wire import Head, Identity
 
 FIRST, SECOND = (Identity("run", 1, version, 1) for version in (1, 2))
 HEAD = Head("run", 1, None, b"")

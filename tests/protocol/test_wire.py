@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcr import wire
 from dcr.errors import IncompleteError, PayloadError, WireError
-from dcr.wire import (
+from dcr.protocol import wire
+from dcr.protocol.wire import (
     MAX_HEADER_BYTES,
     PREFIX,
     Abort,

@@ -16,10 +16,10 @@ import dcr
 import dcr.blocking
 from dcr.cli import main
 from dcr.events import AttemptSealed, MemberJoined
+from dcr.protocol.wire import Join, MemberRef, Message
 from dcr.publish import dismissal
 from dcr.publish.roster import Roster
 from dcr.runs.records import mailbox_key
-from dcr.wire import Join, MemberRef, Message
 
 DEAD = MemberRef("dead", "life")
 

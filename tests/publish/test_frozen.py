@@ -16,12 +16,12 @@ from torch import nn
 
 import dcr
 from dcr import kernels
-from dcr.boxes import Box, Dim
 from dcr.errors import DigestMismatch, FrozenChanged, OptionError, SchemaError
-from dcr.frames import Shard
-from dcr.frozen import SLICES, frozen_tensors, slice_of
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import Shard
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.publish.copies import Copies, differing
-from dcr.schema import Schema, TensorSpec
+from dcr.publish.frozen import SLICES, frozen_tensors, slice_of
 from dcr.seams import Copy
 from dcr.testing.memory import MemoryTransport
 

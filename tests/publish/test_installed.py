@@ -9,9 +9,9 @@ import pytest
 from support.refits import said
 
 from dcr.events import Event
+from dcr.protocol.wire import Ack, Header, Identity, Join, Leave, MemberRef, Message, Nack
 from dcr.publish.refit import Refit
 from dcr.publish.roster import Roster
-from dcr.wire import Ack, Header, Identity, Join, Leave, MemberRef, Message, Nack
 
 MEMBER, OTHER = MemberRef("m", "1"), MemberRef("other", "1")
 

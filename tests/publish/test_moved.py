@@ -23,9 +23,9 @@ from torch import nn
 
 import dcr.blocking
 from dcr.errors import CopiesDiffer, StorageRebound
+from dcr.probing.bits import bits_of
 from dcr.publish.part import Part
 from dcr.sources import probe, zero
-from dcr.sources.bits import bits_of
 from dcr.sources.module import ModuleSource
 from dcr.testing.memory import MemoryTransport
 

@@ -16,7 +16,6 @@ from support.refits import Rollout, require_equal, said
 from support.rows import Model, Rows, Trainer, trainer
 
 import dcr
-from dcr.boxes import Box
 from dcr.errors import (
     CopiesDiffer,
     DcrError,
@@ -30,15 +29,16 @@ from dcr.errors import (
     VoteError,
 )
 from dcr.events import ChunkSentAgain, Event
-from dcr.frames import Shard
+from dcr.layout.boxes import Box
+from dcr.layout.frames import Shard
+from dcr.layout.schema import Schema
+from dcr.protocol.wire import Ack, Head, Message
 from dcr.publish import meeting
 from dcr.publish.refit import ResidualTensors
-from dcr.schema import Schema
 from dcr.stages.compress import Parcel
 from dcr.testing.faults import FaultyTransport, flip_one_chunk, honest
 from dcr.testing.memory import MemoryTransport
 from dcr.testing.ranks import MemoryGroup
-from dcr.wire import Ack, Head, Message
 
 pytestmark = pytest.mark.anyio
 URL = "memory:///run"
@@ -430,7 +430,7 @@ async def test_anchors_hold_what_all_ranks_own() -> None:
             model.step()
             await ranks.publish(version)
         kinds = [
-            (identity.version, dcr.wire.parse(one.opened).header.base is None)
+            (identity.version, dcr.protocol.wire.parse(one.opened).header.base is None)
             for identity, one in attempts(transport.run(URL)).items()
         ]
         assert kinds == [(2, False), (2, True), (3, False), (4, False), (4, True), (5, False)]

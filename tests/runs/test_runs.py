@@ -14,12 +14,12 @@ from support.kept import heads
 import dcr
 from dcr.errors import Denied, IncompleteError, LocalError, OptionError, Unavailable, WireError
 from dcr.protocol.delivery import Posted
+from dcr.protocol.wire import Ack, Commit, Head, Join, Leave, MemberRef, Message, Nack, Open, Seal
 from dcr.runs import StoredRun
 from dcr.runs.patience import Patient
 from dcr.runs.records import CATALOGUE, NEWEST, OPENS, bell_key, encode_bell, mailbox_key, name_of
 from dcr.testing.conformance.scene import attempt, chunk, identity, opening, sealing, send_all, vote
 from dcr.testing.memory import MemoryObjects
-from dcr.wire import Ack, Commit, Head, Join, Leave, MemberRef, Message, Nack, Open, Seal
 
 REF = MemberRef("engine", "life")
 JOIN = Message(Join(REF, None))
@@ -354,7 +354,7 @@ async def test_a_chain_is_read_with_two_records_for_each_version_and_one_layout(
         pass
     run = StoredRun(objects, **SOON)
     objects.calls.clear()
-    links = await dcr.chain.back_from(run.store, identity(50), until=None)
+    links = await dcr.runs.chain.back_from(run.store, identity(50), until=None)
     assert len(links) == 50
     assert objects.calls["get seals"] == 50
     assert objects.calls["get live"] <= 50

@@ -10,12 +10,12 @@ import torch
 from support.refits import Weights
 from support.tensor_parallel import ToyRank
 
-from dcr.boxes import Box, Dim
-from dcr.frames import Region
+from dcr.engines.ranks import Ranks
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import Region
+from dcr.layout.schema import TensorSpec
 from dcr.loaders.module import ModuleLoader
-from dcr.schema import TensorSpec
 from dcr.sources.module import ModuleSource
-from dcr.subscribe.ranks import Ranks
 from simulation.history import Memory, Octets
 
 # Few patterns, so that values often come back: zeros, -0.0, a NaN payload, a denormal, by their low and high bytes.

@@ -24,12 +24,12 @@ import torch
 from numpy.typing import NDArray
 from support.kept import attempts
 
-from dcr import wire
 from dcr.errors import Fenced, VoteError
 from dcr.events import Event
-from dcr.frames import Layout
+from dcr.layout.frames import Layout
+from dcr.protocol import wire
+from dcr.protocol.wire import Ack, Chunk, Head, Identity, Leave, MemberRef, Message, Open, Seal
 from dcr.testing.memory import MemoryObjects
-from dcr.wire import Ack, Chunk, Head, Identity, Leave, MemberRef, Message, Open, Seal
 
 Octets = NDArray[np.uint8]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dcr.patch import Operation
+from dcr.codecs.patch import Operation
 from simulation import rules, switches
 from simulation.history import Violation
 from simulation.storms import Fault

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from dcr.patch import Operation
+from dcr.codecs.patch import Operation
 from simulation.storms import WHATS, Fault
 from simulation.worlds import Arm, Break, Corrupt, Kill, Plan, Publish, Rebind, Restart, Start, Step, Wait
 

@@ -14,10 +14,11 @@ import anyio
 import msgspec
 import numpy as np
 
-from dcr import kernels, wire
-from dcr.commit import Member, Sender
+from dcr import kernels
 from dcr.errors import DcrError, Poisoned
-from dcr.wire import Ack, Head, Identity, Message, Open
+from dcr.protocol import wire
+from dcr.protocol.commit import Member, Sender
+from dcr.protocol.wire import Ack, Head, Identity, Message, Open
 from simulation import hooks
 from simulation.switches import Switch, becomes, removed, together
 

@@ -25,12 +25,12 @@ from typing import Any, Literal
 import anyio
 import anyio.abc
 
-from dcr import wire
 from dcr.errors import IncompleteError
+from dcr.protocol import wire
 from dcr.protocol.catalogue import Outline
+from dcr.protocol.wire import Head, Identity, Join, MemberRef, Message
 from dcr.runs import StoredRun
 from dcr.testing import MemoryTransport, flip_bit
-from dcr.wire import Head, Identity, Join, MemberRef, Message
 from simulation.history import History
 from simulation.machine import TICK_S, pause
 

@@ -14,8 +14,8 @@ from unittest import mock
 
 import numpy as np
 
-from dcr import reference
-from dcr.wire import Identity
+from dcr.kernels import reference
+from dcr.protocol.wire import Identity
 from simulation import hooks
 from simulation.hooks import Hook
 

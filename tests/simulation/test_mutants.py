@@ -27,8 +27,8 @@ from support.refits import Rollout, state
 from support.rows import Model, trainer
 
 from dcr.errors import VoteError
+from dcr.protocol.wire import Identity
 from dcr.testing.memory import MemoryTransport
-from dcr.wire import Identity
 from simulation import hooks, rules
 from simulation.mutants import CASES, Case
 from simulation.switches import Switch, becomes, off

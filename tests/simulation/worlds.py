@@ -17,16 +17,16 @@ import anyio.abc
 import numpy as np
 
 import dcr
-from dcr.codec import GAPS, RAW
+from dcr.codecs.codec import GAPS, RAW
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import DcrError, RanksLost, ReadBackError, StateError
 from dcr.events import PipelineEvent
-from dcr.frames import Layout
-from dcr.patch import Change, Operation
-from dcr.ready import Ready
+from dcr.layout.frames import Layout
+from dcr.layout.views import Lanes
+from dcr.memory.ready import Ready
+from dcr.protocol.wire import Identity
 from dcr.testing import MemoryTransport
 from dcr.testing.ranks import MemoryGroup
-from dcr.views import Lanes
-from dcr.wire import Identity
 from simulation import machine
 from simulation.bodies import OCTETS, Share, Split, Whole, model, random_octets
 from simulation.history import History, Memory, Octets, Seen

@@ -16,11 +16,11 @@ from support import published_models as models
 from support.published_models import MODELS, RANKS, Config, Tensor
 from support.ranks import assembled
 
-from dcr.boxes import Box
-from dcr.coverage import require_covered, tally
-from dcr.schema import Schema, TensorSpec
+from dcr.layout.boxes import Box
+from dcr.layout.coverage import require_covered, tally
+from dcr.layout.schema import Schema, TensorSpec
+from dcr.probing.bits import bits_of, random_bits, tensor_of
 from dcr.sources import megatron, probe
-from dcr.sources.bits import bits_of, random_bits, tensor_of
 from dcr.sources.megatron import LAYER, TO, Geometry, Rule
 
 BLOCK = 4

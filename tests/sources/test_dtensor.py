@@ -10,7 +10,7 @@ import pytest
 from support import sharded
 from support.ranks import run
 
-from dcr.schema import SHELLS, WIDTHS
+from dcr.layout.schema import SHELLS, WIDTHS
 
 FOUR = {
     "fsdp, 10 rows over 4, 5 out": (sharded.fsdp, 10, 5),

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from dcr.frames import FrameSpec, Layout, Region
+from dcr.layout.frames import FrameSpec, Layout, Region
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader
-from dcr.schema import Schema, TensorSpec
 from dcr.sources.homes import Homes
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pieces import expand
 
-from dcr.boxes import Box, Dim
 from dcr.errors import SchemaError
-from dcr.schema import Schema, TensorSpec
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.sources.mapped import Piece, demoted, shared, united
 
 examples = settings(deadline=None, max_examples=60)

@@ -21,11 +21,11 @@ from torch import nn
 
 from dcr import kernels
 from dcr.errors import SchemaError, StorageRebound
-from dcr.schema import WIDTHS
+from dcr.layout.schema import WIDTHS
+from dcr.layout.views import Table, rows_of
+from dcr.probing.bits import bits_of
 from dcr.sources import dtensor, memory, zero
-from dcr.sources.bits import bits_of
 from dcr.sources.module import ModuleSource
-from dcr.views import Table, rows_of
 
 
 class Holds(nn.Module):

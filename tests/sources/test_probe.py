@@ -13,11 +13,12 @@ import torch
 from support.ranks import assembled
 from torch import nn
 
-from dcr.boxes import Box, Dim
 from dcr.errors import SchemaError, StorageRebound
+from dcr.layout.boxes import Box, Dim
+from dcr.probing import standins
+from dcr.probing.bits import bits_of, random_bits, tensor_of
 from dcr.seams import Source
-from dcr.sources import certificate, probe, standins
-from dcr.sources.bits import bits_of, random_bits, tensor_of
+from dcr.sources import certificate, probe
 
 Tensors = Mapping[str, torch.Tensor]
 Exported = Iterator[tuple[str, torch.Tensor]]

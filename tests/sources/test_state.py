@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import dcr
-from dcr import frames
 from dcr.errors import OptionError, SchemaError, StorageRebound
-from dcr.frames import Layout
+from dcr.layout import frames
+from dcr.layout.frames import Layout
+from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader
-from dcr.schema import Schema, TensorSpec
 from dcr.sources.megatron import Geometry
 from dcr.sources.module import ModuleSource
 from dcr.sources.state import beyond, require_named

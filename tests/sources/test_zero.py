@@ -10,7 +10,7 @@ import pytest
 from support import partitioned
 from support.ranks import run
 
-from dcr.sources.bits import bits_of
+from dcr.probing.bits import bits_of
 from dcr.sources.zero import Partition
 
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import LayoutError
-from dcr.frames import FrameSpec, Layout, Region
-from dcr.patch import Change, Operation
-from dcr.reference import resolve
-from dcr.schema import Schema, TensorSpec
+from dcr.kernels.reference import resolve
+from dcr.layout.frames import FrameSpec, Layout, Region
+from dcr.layout.schema import Schema, TensorSpec
+from dcr.layout.views import UNSIGNED, Bits
 from dcr.stages.compose import FrameUnion, Uncomposable
-from dcr.views import UNSIGNED, Bits
 
 ELEMS = 40
 DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}

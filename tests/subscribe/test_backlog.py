@@ -16,15 +16,16 @@ from support.kept import Kept, attempts, clear
 from support.refits import FAST, Rollout, Weights, bits, empty_like, publish, require_equal, running, set_bits, state
 
 import dcr
-from dcr import digest, wire
-from dcr.codec import CLASSES
+from dcr.codecs.codec import CLASSES
 from dcr.errors import DigestMismatch, IncompleteError, PayloadError, StorageRebound, VoteError
 from dcr.events import Event, HeadStale, PrepareCompleted, PrepareFailed, SeedFetchFailed
 from dcr.loaders.module import ModuleLoader
+from dcr.protocol import digest, wire
+from dcr.protocol.wire import Commit, Head, Identity, MemberRef, Message
 from dcr.subscribe.membership import Membership
-from dcr.subscribe.rank import Overfull, Rank
+from dcr.subscribe.prepared import Overfull
+from dcr.subscribe.rank import Rank
 from dcr.testing import MemoryTransport
-from dcr.wire import Commit, Head, Identity, MemberRef, Message
 
 ELEMS, FRAME_ELEMS = 4000, 1000
 URL = "memory:///run"

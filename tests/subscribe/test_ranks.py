@@ -24,12 +24,12 @@ from support.tensor_parallel import (
 )
 
 import dcr
-from dcr import reference
+from dcr.codecs.patch import Change, Operation
+from dcr.engines.ranks import Ranks
 from dcr.errors import DigestMismatch, LayoutError, Poisoned, ReadBackError, SchemaError, StateError
-from dcr.frames import FrameSpec, Layout, Region
-from dcr.patch import Change, Operation
-from dcr.schema import keys
-from dcr.subscribe.ranks import Ranks
+from dcr.kernels import reference
+from dcr.layout.frames import FrameSpec, Layout, Region
+from dcr.layout.schema import keys
 
 
 def layout(frame_elems: int = 40) -> Layout:

@@ -12,8 +12,8 @@ from support.refits import FAST, publish
 from support.tensor_parallel import WatchedRank, fill, in_threads, parts, touched, toys, trainer_of, values
 
 import dcr
+from dcr.engines.ranks import Ranks
 from dcr.errors import BaseMismatch, ReadBackError, StateError
-from dcr.subscribe.ranks import Ranks
 
 
 class LabelledRanks(Ranks):

@@ -19,12 +19,12 @@ from support.refits import FAST, publish
 from support.tensor_parallel import SPECS, ToyRank, fill, touched, toys, trainer_of, values
 
 import dcr
+from dcr.engines import calls, workers
+from dcr.engines.ranks import Ranks
 from dcr.errors import LocalError, Poisoned, RankError, SchemaError, WireError
-from dcr.ready import Ready
-from dcr.subscribe import calls, workers
-from dcr.subscribe.ranks import Ranks
+from dcr.memory.ready import Ready
 
-REGION = dcr.frames.Region(0, 0, ((60, 1),))
+REGION = dcr.layout.frames.Region(0, 0, ((60, 1),))
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_an_error_of_a_rank_keeps_its_kind() -> None:
 
     worker = served(Refusing())
     with pytest.raises(SchemaError, match="rank 0: w has no place here"):
-        worker.bind(dcr.frames.Layout(dcr.schema.Schema(SPECS), ()))
+        worker.bind(dcr.layout.frames.Layout(dcr.layout.schema.Schema(SPECS), ()))
     with pytest.raises(RankError, match="rank 0: ZeroDivisionError: by zero"):
         worker.epoch()
     worker.close()
@@ -188,9 +188,11 @@ def test_what_is_let_go_of_is_freed_in_the_worker() -> None:
     (rank,) = toys(1, values(1))
     rank.__class__ = Keeping
     worker = served(rank)
-    layout = dcr.frames.Layout(dcr.schema.Schema(SPECS[:1]), (dcr.frames.FrameSpec("bfloat16", (REGION,)),))
+    layout = dcr.layout.frames.Layout(
+        dcr.layout.schema.Schema(SPECS[:1]), (dcr.layout.frames.FrameSpec("bfloat16", (REGION,)),)
+    )
     worker.bind(layout)
-    share = worker.prepare(0, dcr.patch.Change(dcr.Operation.OVERWRITE, None, np.zeros(60, np.uint16)))
+    share = worker.prepare(0, dcr.codecs.patch.Change(dcr.Operation.OVERWRITE, None, np.zeros(60, np.uint16)))
     worker.epoch()
     assert kept[0]() is not None
     del share

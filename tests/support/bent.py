@@ -9,8 +9,8 @@ from typing import Any
 
 import anyio
 
+from dcr.protocol.wire import MemberRef, Message
 from dcr.testing.memory import MemoryTransport
-from dcr.wire import MemberRef, Message
 
 Send = Callable[[Any, Message], Awaitable[None]]
 Receive = Callable[[Any], Awaitable[Message]]

@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from dcr.codecs.patch import Change, Operation
+from dcr.layout.schema import WIDTHS
 from dcr.loaders.checkpoint import INDEX, SINGLE
 from dcr.loaders.safetensors import SafetensorsLoader
-from dcr.patch import Change, Operation
-from dcr.ready import Ready
-from dcr.schema import WIDTHS
+from dcr.memory.ready import Ready
 from dcr.testing.conformance.bench import layout_of
 from dcr.testing.loaders import Weight
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import dcr.blocking
 from dcr.errors import CopiesDiffer
+from dcr.probing.bits import bits_of
 from dcr.sources import probe
-from dcr.sources.bits import bits_of
 from support.publishing import Plain, folder
 from support.refits import FAST
 

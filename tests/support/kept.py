@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dcr import wire
+from dcr.protocol import wire
+from dcr.protocol.wire import Head, Identity, Message
 from dcr.runs import records
 from dcr.runs.records import ABORTS, OPENS, SEALS, messages_of, name_of, pack_key
 from dcr.testing.memory import MemoryObjects
-from dcr.wire import Head, Identity, Message
 
 
 class Kept:

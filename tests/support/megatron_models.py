@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from dcr.probing.bits import bits_of, tensor_of
 from dcr.sources import megatron
-from dcr.sources.bits import bits_of, tensor_of
 from dcr.sources.megatron import Geometry
 from dcr.sources.peers import Peers
 from support.ranks import assembled

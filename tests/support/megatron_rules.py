@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from dcr.boxes import Box, Dim
 from dcr.errors import SchemaError
+from dcr.layout.boxes import Box, Dim
+from dcr.probing.bits import bits_of, random_bits, tensor_of
+from dcr.probing.tensors import named
 from dcr.seams import Source
 from dcr.sources import megatron, probe
-from dcr.sources.bits import bits_of, random_bits, tensor_of
 from dcr.sources.megatron import LAYER, TO, Geometry, Parts, Rule
-from dcr.sources.tensors import named
 from support.megatrons import HIDDEN, Model, Place, canonical, facts, groups, layer, local, tree
 from support.ranks import _canonical, assembled
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dcr.boxes import Box, Dim
+from dcr.layout.boxes import Box, Dim
+from dcr.probing.bits import bits_of, random_bits, tensor_of
 from dcr.seams import Source
 from dcr.sources import megatron, probe
-from dcr.sources.bits import bits_of, random_bits, tensor_of
 from dcr.sources.megatron import Geometry
 from dcr.sources.probe import Span
 from support.ranks import assembled

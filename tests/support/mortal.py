@@ -6,8 +6,8 @@ import os
 import signal
 import socket
 
-from dcr.ready import Ready
-from dcr.subscribe import workers
+from dcr.engines import workers
+from dcr.memory.ready import Ready
 from support.tensor_parallel import SPECS, ToyRank, values
 
 

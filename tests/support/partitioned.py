@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dcr.errors import LayoutError
+from dcr.probing.bits import bits_of
 from dcr.sources import zero
-from dcr.sources.bits import bits_of
 from dcr.sources.zero import Partition
 from support.ranks import assembled
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dcr.boxes import Box, Dim, whole
+from dcr.layout.boxes import Box, Dim, whole
 
 
 def expand(box: Box) -> NDArray[np.int64]:

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dcr.boxes import Box, Dim
-from dcr.overlap import intersect
-from dcr.schema import TensorSpec
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.overlap import intersect
+from dcr.layout.schema import TensorSpec
 
 RANKS = 4
 Shape = tuple[int, ...]

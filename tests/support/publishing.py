@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcr.blocking
 from dcr.errors import DcrError, LocalError, StorageRebound
+from dcr.probing.bits import bits_of
 from dcr.sources import dtensor
-from dcr.sources.bits import bits_of
 from dcr.sources.dtensor import part_of
 from dcr.sources.group import TorchGroup
 from dcr.testing.faults import FaultyTransport, flip_one_chunk

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dcr import kernels
+from dcr.layout.views import UNSIGNED, Table, rows_of
 from dcr.seams import Source
 from dcr.sources.peers import Peers
-from dcr.views import UNSIGNED, Table, rows_of
 
 TIMEOUT_S = 100
 

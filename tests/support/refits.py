@@ -12,7 +12,7 @@ import torch
 
 import dcr
 from dcr.events import Event
-from dcr.schema import WIDTHS
+from dcr.layout.schema import WIDTHS
 from dcr.transports.local import LocalTransport
 
 FAST = LocalTransport(poll_s=0.001, fsync=False)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 import dcr
-from dcr.boxes import Box, Dim
-from dcr.frames import Shard
-from dcr.schema import WIDTHS, Schema, TensorSpec
+from dcr.layout.boxes import Box, Dim
+from dcr.layout.frames import Shard
+from dcr.layout.schema import WIDTHS, Schema, TensorSpec
 from dcr.testing.ranks import MemoryGroup
 from support.refits import UNSIGNED, Weights, random_bits
 

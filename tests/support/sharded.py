@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dcr.errors import SchemaError, StorageRebound
-from dcr.schema import SHELLS, WIDTHS, width_of
+from dcr.layout.schema import SHELLS, WIDTHS, width_of
+from dcr.probing.bits import bits_of
 from dcr.sources import dtensor, probe, zero
-from dcr.sources.bits import bits_of
 from dcr.sources.module import ModuleSource
 from support.ranks import assembled
 

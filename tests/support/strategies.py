@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from dcr.boxes import MAX_DIMS, Box, Dim
-from dcr.views import COLUMNS, UNSIGNED, Bits, Positions, Rows, Runs, Table
+from dcr.layout.boxes import MAX_DIMS, Box, Dim
+from dcr.layout.views import COLUMNS, UNSIGNED, Bits, Positions, Rows, Runs, Table
 
 TENSORS = 3
 # Extents: mostly small, so that six dimensions stay cheap, but some long enough for whole vectors and their tails.

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dcr import reference
+from dcr.codecs.patch import Change
+from dcr.engines import workers
 from dcr.errors import ReadBackError, SchemaError, StateError
-from dcr.frames import Frame, Layout, Region
-from dcr.patch import Change
-from dcr.ready import Ready, Write
-from dcr.schema import Schema, TensorSpec, keys
-from dcr.subscribe import workers
-from dcr.views import Lanes, box_of
+from dcr.kernels import reference
+from dcr.layout.frames import Frame, Layout, Region
+from dcr.layout.schema import Schema, TensorSpec, keys
+from dcr.layout.views import Lanes, box_of
+from dcr.memory.ready import Ready, Write
 from support.refits import Weights, random_bits, set_bits
 
 SPECS = (

@@ -11,10 +11,10 @@ import anyio.lowlevel
 import pytest
 
 from dcr.errors import LocalError
+from dcr.protocol.wire import Head, MemberRef, Message, encode
 from dcr.testing import LatencyTransport, MemoryTransport, TransportTests
 from dcr.testing.conformance.scene import attempt, identity, send_all
 from dcr.transports.local import LocalTransport
-from dcr.wire import Head, MemberRef, Message, encode
 
 
 class TestMemory(TransportTests):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from support.bent import kit_tests
 
-from dcr.codec import CLASSES, FAST, GAPS, RAW
+from dcr.codecs.codec import CLASSES, FAST, GAPS, RAW
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import PayloadError
-from dcr.patch import Change, Operation
 from dcr.seams import Codec
 from dcr.testing import CodecTests
 

@@ -14,11 +14,11 @@ from support.bent import Bent, kit_tests, replacing
 from support.refits import Weights
 
 import dcr
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import SchemaError, StateError
-from dcr.frames import Layout
-from dcr.patch import Change, Operation
-from dcr.ready import Ready, Write
-from dcr.schema import WIDTHS
+from dcr.layout.frames import Layout
+from dcr.layout.schema import WIDTHS
+from dcr.memory.ready import Ready, Write
 from dcr.seams import Loader
 from dcr.testing import LoaderTests
 from dcr.testing.loaders import Weight

@@ -33,10 +33,24 @@ from support.kept import attempts, clear
 
 from dcr.errors import IncompleteError, LocalError
 from dcr.protocol.catalogue import Outline
+from dcr.protocol.wire import (
+    Abort,
+    Ack,
+    Chunk,
+    Commit,
+    Head,
+    Identity,
+    Join,
+    Leave,
+    MemberRef,
+    Message,
+    Nack,
+    Open,
+    Seal,
+)
 from dcr.runs.records import OPENS, pack_key
 from dcr.testing import TransportTests
 from dcr.testing.conformance.scene import opening, sealing
-from dcr.wire import Abort, Ack, Chunk, Commit, Head, Identity, Join, Leave, MemberRef, Message, Nack, Open, Seal
 
 Broken = Callable[[], BentTransport]
 ANY_HEAD = Head("somebody else's", 1, None, b"")

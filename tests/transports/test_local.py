@@ -11,11 +11,11 @@ from tempfile import TemporaryDirectory
 import anyio
 import pytest
 
+from dcr.protocol.wire import Abort, Head, Join, MemberRef, Message
 from dcr.runs import StoredRun
 from dcr.testing.conformance.scene import attempt, identity, send_all
 from dcr.transports import local
 from dcr.transports.local import FileObjects, LocalTransport
-from dcr.wire import Abort, Head, Join, MemberRef, Message
 
 REF = MemberRef("engine", "life")
 

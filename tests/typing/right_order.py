@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any, assert_type
 
 from dcr import DROP, FunctionStage, Inbox, Outbox, Pipeline, stage
-from dcr.baseline import Baseline
-from dcr.budget import ByteBudget
-from dcr.patch import Operation, Patch
+from dcr.codecs.patch import Operation, Patch
+from dcr.memory.baseline import Baseline
 from dcr.pipeline import Drop
+from dcr.pipeline.budget import ByteBudget
+from dcr.protocol.wire import ChunkRef, Identity
 from dcr.seams import Codec, Link, Stage
 from dcr.stages.compress import Compress, Parcel
 from dcr.stages.construct import Construct
 from dcr.stages.transfer import Transfer
-from dcr.wire import ChunkRef, Identity
 
 
 @stage

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dcr import Pipeline, stage
-from dcr.baseline import Baseline
-from dcr.budget import ByteBudget
-from dcr.patch import Operation
+from dcr.codecs.patch import Operation
+from dcr.memory.baseline import Baseline
+from dcr.pipeline.budget import ByteBudget
+from dcr.protocol.wire import Identity
 from dcr.seams import Codec, Link
 from dcr.stages.compress import Compress
 from dcr.stages.construct import Construct
 from dcr.stages.transfer import Transfer
-from dcr.wire import Identity
 
 
 @stage

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import anyio
 import pytest
 
+from dcr.protocol.wire import Ack, Head, Join, Leave, MemberRef, Message, Nack
 from dcr.seams import Link
 from dcr.testing.conformance.scene import (
     RUN,
@@ -23,7 +24,6 @@ from dcr.testing.conformance.scene import (
     vote,
 )
 from dcr.testing.conformance.setting import Setting
-from dcr.wire import Ack, Head, Join, Leave, MemberRef, Message, Nack
 
 
 class AnswerTests(Setting):

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from dcr import boxes, frames, reference
-from dcr.frames import Frame, Layout, Shard
-from dcr.patch import Change, Operation
-from dcr.ready import Ready
-from dcr.schema import WIDTHS, Schema, TensorSpec, keys
+from dcr.codecs.patch import Change, Operation
+from dcr.kernels import reference
+from dcr.layout import boxes, frames
+from dcr.layout.frames import Frame, Layout, Shard
+from dcr.layout.schema import WIDTHS, Schema, TensorSpec, keys
+from dcr.layout.views import UNSIGNED, Bits, Lanes, Positions
+from dcr.memory.ready import Ready
 from dcr.seams import Loader
-from dcr.views import UNSIGNED, Bits, Lanes, Positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)

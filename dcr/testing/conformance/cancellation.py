@@ -9,6 +9,7 @@ from functools import partial
 import anyio
 import pytest
 
+from dcr.protocol.wire import Ack, Message
 from dcr.seams import Link
 from dcr.testing.conformance.scene import (
     How,
@@ -26,7 +27,6 @@ from dcr.testing.conformance.scene import (
     vote,
 )
 from dcr.testing.conformance.setting import Setting
-from dcr.wire import Ack, Message
 
 
 class CancellationTests(Setting):

@@ -10,10 +10,10 @@ import anyio
 import pytest
 
 from dcr.errors import IncompleteError
+from dcr.protocol.wire import Head, MemberRef, Message
 from dcr.seams import Link, Run
 from dcr.testing.conformance.scene import RUN, attempt, identity, on_a_loop, require_same, send_all, settled, vote
 from dcr.testing.conformance.setting import Setting
-from dcr.wire import Head, MemberRef, Message
 
 
 class ClosingTests(Setting):

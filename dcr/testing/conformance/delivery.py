@@ -11,6 +11,7 @@ import pytest
 
 from dcr.errors import DcrError
 from dcr.pipeline import gather_bare
+from dcr.protocol.wire import Abort, Chunk, Commit, Head, Join, MemberRef, Message
 from dcr.seams import Link, Run
 from dcr.testing.conformance.scene import (
     RUN,
@@ -26,7 +27,6 @@ from dcr.testing.conformance.scene import (
     settled,
 )
 from dcr.testing.conformance.setting import MiB, Setting
-from dcr.wire import Abort, Chunk, Commit, Head, Join, MemberRef, Message
 
 
 class DeliveryTests(Setting):

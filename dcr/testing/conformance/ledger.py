@@ -10,10 +10,10 @@ import pytest
 
 from dcr.errors import LocalError
 from dcr.pipeline import gather_bare
+from dcr.protocol.wire import Head
 from dcr.seams import Run
 from dcr.testing.conformance.scene import RUN, How, cancelled_at, identity, on_a_loop
 from dcr.testing.conformance.setting import Setting
-from dcr.wire import Head
 
 
 class LedgerTests(Setting):

@@ -12,11 +12,12 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 import anyio
 import numpy as np
 
-from dcr import digest, frames, wire
-from dcr.frames import FrameSpec, Layout, Region
-from dcr.schema import Schema, TensorSpec
+from dcr.layout import frames
+from dcr.layout.frames import FrameSpec, Layout, Region
+from dcr.layout.schema import Schema, TensorSpec
+from dcr.protocol import digest, wire
+from dcr.protocol.wire import Ack, Chunk, ChunkRef, Head, Identity, Join, MemberRef, Message, Nack, Open, Seal
 from dcr.seams import Link, Run, Transport, Writer
-from dcr.wire import Ack, Chunk, ChunkRef, Head, Identity, Join, MemberRef, Message, Nack, Open, Seal
 
 T = TypeVar("T")
 P = ParamSpec("P")

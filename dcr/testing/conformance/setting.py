@@ -9,11 +9,11 @@ from typing import Literal
 
 import pytest
 
+from dcr.protocol.wire import Identity
 from dcr.runs import StoredRun, records
 from dcr.runs.patience import Patient
 from dcr.seams import Transport
 from dcr.testing.conformance.scene import LAYOUT, Scene, scene
-from dcr.wire import Identity
 
 MiB = 1 << 20
 Part = Literal["open", "chunk", "seal"]

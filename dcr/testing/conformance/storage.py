@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 
 from dcr.errors import IncompleteError
+from dcr.protocol.wire import Abort, Head, Identity, Message
 from dcr.seams import Link, Run, Store
 from dcr.testing.conformance.scene import (
     RUN,
@@ -21,7 +22,6 @@ from dcr.testing.conformance.scene import (
     send_all,
 )
 from dcr.testing.conformance.setting import MiB, Part, Setting
-from dcr.wire import Abort, Head, Identity, Message
 
 
 class StoreTests(Setting):

@@ -8,6 +8,7 @@ import pytest
 
 from dcr.errors import LocalError
 from dcr.pipeline import gather_bare
+from dcr.protocol.wire import Abort, Chunk, Message
 from dcr.testing.conformance.scene import (
     Scene,
     attempt,
@@ -18,7 +19,6 @@ from dcr.testing.conformance.scene import (
     shown,
 )
 from dcr.testing.conformance.setting import Setting
-from dcr.wire import Abort, Chunk, Message
 
 WRITERS = 3
 

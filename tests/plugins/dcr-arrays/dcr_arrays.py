@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcr.boxes import whole
+from dcr.codecs.patch import Change
 from dcr.errors import SchemaError
-from dcr.frames import Layout
-from dcr.patch import Change
-from dcr.placement import Place, Placement
-from dcr.ready import Ready
-from dcr.schema import TensorSpec
+from dcr.layout.boxes import whole
+from dcr.layout.frames import Layout
+from dcr.layout.schema import TensorSpec
+from dcr.memory.placement import Place, Placement
+from dcr.memory.ready import Ready
 
 
 @dataclass

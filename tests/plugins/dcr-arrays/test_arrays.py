@@ -3,7 +3,7 @@
 from dcr_arrays import ArrayLoader, Weight
 
 import dcr.testing
-from dcr.schema import WIDTHS
+from dcr.layout.schema import WIDTHS
 
 
 class TestArrays(dcr.testing.LoaderTests):

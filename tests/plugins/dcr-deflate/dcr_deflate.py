@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dcr.codecs.patch import Change, Operation
 from dcr.errors import PayloadError
-from dcr.patch import Change, Operation
-from dcr.views import UNSIGNED
+from dcr.layout.views import UNSIGNED
 
 SPARSE, DENSE, DEFLATED = 1, 2, 4  # the first byte: one of the first two, and perhaps the last
 

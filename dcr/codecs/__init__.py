@@ -1,0 +1,1 @@
+"""Patches, and how they become bytes. Pure."""

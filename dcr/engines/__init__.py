@@ -1,0 +1,1 @@
+"""Inference engines as loaders, and members of several ranks."""

@@ -1,0 +1,244 @@
+"""A vLLM engine, with all its workers, as the loader of one member.
+
+This is the side of the process that made the engine (`LLM` or `AsyncLLM`); `dcr.engines.vllm_worker` is that of the
+workers. vLLM itself is imported by the workers only. The engine must have been made with
+`weight_transfer_config={"backend": "dcr"}`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Literal
+
+import anyio.from_thread
+import anyio.to_thread
+
+from dcr.codecs.patch import Change
+from dcr.engines import workers
+from dcr.engines.ranks import Joint, Ranks
+from dcr.engines.vllm_pause import Pause
+from dcr.engines.workers import Worker
+from dcr.errors import Poisoned, StateError
+from dcr.layout.frames import Layout
+from dcr.layout.schema import patterns
+from dcr.layout.views import Lanes
+from dcr.subscribe.version import Version
+
+ASLEEP_POLL_S = 0.1
+
+
+def register() -> None:
+    """Make the weight transfer backend "dcr" known to vLLM; its plugins are called in every process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if "dcr" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("dcr", "dcr.engines.vllm_worker", "Transfer")
+
+
+class VllmLoader:
+    """An async context manager, and within it a `dcr.seams.Loader` of all ranks of an engine.
+
+    pause: what happens to requests that run when a version is installed: "keep" freezes them, and they go on with new
+    weights; "wait" lets them end; "abort" ends them. An `LLM` runs nothing between two calls and is not paused. An
+    engine that somebody else has paused stays paused.
+    waive: patterns (as in fnmatch) of published names that this engine may not have. host: see
+    `dcr.engines.workers.listening`.
+    timeout_s: how long a worker may take for one answer; recording a model takes several loads of it.
+
+    Raises:
+        StateError: on entry, if the engine consists of data parallel replicas: a call would reach one of them only.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        pause: Literal["keep", "wait", "abort"] = "keep",
+        waive: Sequence[str] = (),
+        host: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._engine = engine
+        self._pause = Pause(engine, mode=pause, timeout_s=timeout_s)
+        self._shown: str | None = None
+        self._waive = list(patterns(waive))
+        self._host = host
+        self._timeout_s = timeout_s
+        self._workers: list[Worker] = []
+        self._ranks: Ranks | None = None
+        self._updating = False
+
+    async def __aenter__(self) -> VllmLoader:
+        replicas = self._core.vllm_config.parallel_config.data_parallel_size
+        if replicas != 1:
+            raise StateError(
+                f"expected an engine of one replica, found data_parallel_size={replicas}: what is asked of its workers "
+                "reaches one replica only; make an engine, and a member, of each"
+            )
+        key = secrets.token_bytes(32)
+        with workers.listening(self._host) as (listener, address):
+            info = {"address": address, "key": key.hex(), "waive": self._waive}
+            told = await self._all("init_weight_transfer_engine", init_info=info)
+            self._workers = await anyio.to_thread.run_sync(
+                lambda: workers.accept(listener, len(told), key, answer_s=self._timeout_s)
+            )
+        self._ranks = Ranks(self._workers, waive=self._waive)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        for worker in self._workers:
+            worker.close()
+        self._ranks = None
+        await self._pause.end(resume=False)  # held until now only if it may hold half a version
+
+    async def awake(self) -> None:
+        """Wait until the engine's weights are awake: somebody may have put them to sleep."""
+        while True:
+            try:
+                await anyio.to_thread.run_sync(self._bound.require_awake)
+            except StateError:
+                if self._ranks is None:
+                    raise
+                await anyio.sleep(ASLEEP_POLL_S)
+            else:
+                return
+
+    @asynccontextmanager
+    async def updating(self, version: Version) -> AsyncIterator[None]:
+        """Within, `version.install()`: the engine is paused; afterwards caches are flushed, and it shows the version.
+
+        If the install was undone, the engine goes on as before. If it has poisoned the member, the engine stays paused,
+        and its model refuses to run, until a version has been installed.
+
+        Raises:
+            StateError: on entry, if the engine sleeps: nothing has been done; enter it again once it is awake.
+        """
+        if not self._updating:
+            await self._begin()
+        try:
+            yield
+        except Poisoned:
+            raise
+        except BaseException:
+            with anyio.move_on_after(self._timeout_s, shield=True):
+                await self._resume(version)
+            raise
+        await self._resume(version)
+
+    # ------------------------------------------------------------------ as a loader
+
+    def bind(self, layout: Layout) -> None:
+        """See `dcr.seams.Loader.bind`; the engine is paused meanwhile, since its loader is tried out."""
+        if self._updating:
+            self._bound.bind(layout)
+            return
+        self._bound.require_awake()
+        anyio.from_thread.run(self._pause.begin)
+        try:
+            self._bound.bind(layout)
+        finally:
+            anyio.from_thread.run(self._pause.end)
+
+    def epoch(self) -> bytes:
+        """See `dcr.seams.Loader.epoch`."""
+        return self._bound.epoch()
+
+    def mark(self) -> bytes:
+        """See `dcr.seams.Watching.mark`."""
+        return self._bound.mark()
+
+    def require_awake(self) -> None:
+        """See `dcr.seams.Watching.require_awake`."""
+        self._bound.require_awake()
+
+    def label(self, version: int) -> None:
+        """See `dcr.seams.Labelling.label`; within `updating` it is shown at the end, behind the flush of caches."""
+        self._shown = str(version)
+        if not self._updating:
+            anyio.from_thread.run(self._show)
+
+    def prepare(self, frame: int, change: Change) -> Joint:
+        """See `dcr.seams.Loader.prepare`."""
+        return self._bound.prepare(frame, change)
+
+    def install(self, ready: Joint) -> None:
+        """See `dcr.seams.Loader.install`."""
+        self._bound.install(ready)
+
+    def install_all(self, readies: Sequence[Joint]) -> None:
+        """See `dcr.seams.Batching.install_all`."""
+        self._bound.install_all(readies)
+
+    def undo(self, ready: Joint) -> None:
+        """See `dcr.seams.Loader.undo`."""
+        self._bound.undo(ready)
+
+    def settle(self) -> None:
+        """See `dcr.seams.Loader.settle`."""
+        self._bound.settle()
+
+    def digest(self) -> Lanes:
+        """See `dcr.seams.Loader.digest`."""
+        return self._bound.digest()
+
+    @property
+    def _bound(self) -> Ranks:
+        if self._ranks is None:
+            raise StateError('no worker is connected: use `async with dcr.loader("vllm", engine) as loader`')
+        return self._ranks
+
+    # ------------------------------------------------------------------ the engine
+
+    async def _begin(self) -> None:
+        await anyio.to_thread.run_sync(self._bound.require_awake)
+        await self._pause.begin()
+        try:
+            await self._all("start_weight_update")
+        except BaseException:
+            with anyio.move_on_after(self._timeout_s, shield=True):
+                await self._pause.end()
+            raise
+        self._updating = True
+
+    async def _resume(self, version: Version) -> None:
+        """End the update. What the old weights left in caches is flushed before the new number is shown."""
+        await self._all("finish_weight_update")
+        if version.installed:
+            flushed = await _answer(self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+            if not flushed:
+                self._updating = False
+                await self._pause.end(resume=False)
+                raise StateError(
+                    "vLLM did not reset its prefix cache: it stays paused; resume it if old KV is accepted"
+                )
+            await _answer(self._core.reset_mm_cache())
+            await _answer(self._core.reset_encoder_cache())
+        await self._show()
+        self._updating = False
+        await self._pause.end()
+
+    async def _show(self) -> None:
+        """Set the weight version that vLLM notes beside every token."""
+        if self._shown is not None:
+            name = "update_weight_version" if self._pause.possible else "set_weight_version"
+            await _answer(getattr(self._core, name)(self._shown))
+
+    async def _all(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of every worker; what each one returned."""
+        answers: list[Any] = await _answer(self._core.collective_rpc(method, kwargs=arguments))
+        return answers
+
+    @property
+    def _core(self) -> Any:
+        return getattr(self._engine, "llm_engine", self._engine)
+
+
+async def _answer(value: Any) -> Any:
+    """What `AsyncLLM` answers later, and `LLM` at once."""
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,1 @@
+"""Where elements lie: schema, frames, boxes and tables of boxes. Pure."""

@@ -1,0 +1,1 @@
+"""Canonical bits and live memory: what is kept, and where an engine rank keeps it. Pure."""

@@ -1,0 +1,1 @@
+"""Tensors as bits and numbered stand-ins: what sources and loaders share."""
