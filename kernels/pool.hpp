@@ -2,6 +2,8 @@
 // the system has to hand out anew, and clear, can cost more than what a kernel does with them.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstddef>
 #include <cstdlib>
 #include <mutex>
@@ -32,8 +34,7 @@ class Pool {
                 return found.memory;
             }
         }
-        void* block = std::malloc(HEADER + bytes);
-        if (!block) throw std::bad_alloc();
+        void* block = allocate(HEADER + bytes);
         *static_cast<size_t*>(block) = bytes;
         return static_cast<char*>(block) + HEADER;
     }
@@ -42,9 +43,9 @@ class Pool {
     void give(void* memory) noexcept {
         const Kept given{*static_cast<size_t*>(block_of(memory)), memory};
         const std::lock_guard lock(mutex_);
-        if (given.bytes > MOST) return std::free(block_of(memory));
+        if (given.bytes > MOST) return release(given);
         size_t old = 0;
-        for (held_ += given.bytes; held_ > MOST; held_ -= kept_[old++].bytes) std::free(block_of(kept_[old].memory));
+        for (held_ += given.bytes; held_ > MOST; held_ -= kept_[old++].bytes) release(kept_[old]);
         kept_.erase(kept_.begin(), kept_.begin() + std::ptrdiff_t(old));
         kept_.push_back(given);
     }
@@ -55,8 +56,25 @@ class Pool {
         void* memory;
     };
     static constexpr size_t MOST = 64 << 20;  // bytes that are kept
+    static constexpr size_t MAPPED = 1 << 20;  // bytes from which a block is mapped
     static constexpr size_t HEADER = 64;      // holds the size; whole, so that what is behind it stays aligned
 
+    // Straight from the system where it is large: what a thread's own heap gets back stays with the process.
+    static void* allocate(size_t bytes) {
+        if (bytes < MAPPED) {
+            if (void* block = std::malloc(bytes)) return block;
+            throw std::bad_alloc();
+        }
+        void* block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (block == MAP_FAILED) throw std::bad_alloc();
+        return block;
+    }
+    static void release(const Kept& kept) noexcept {
+        if (HEADER + kept.bytes < MAPPED)
+            std::free(block_of(kept.memory));
+        else
+            munmap(block_of(kept.memory), HEADER + kept.bytes);
+    }
     Pool() { kept_.reserve(MOST / LARGE); }  // so `give` never allocates
     static void* block_of(void* memory) { return static_cast<char*>(memory) - HEADER; }
 

@@ -84,9 +84,9 @@ class StoredAttempts:
         found = await self.objects.get(key)
         return None if found is None else await self._with_layout(message_of(found.data or b"", key))
 
-    async def read_seal(self, identity: Identity) -> Message:
-        """The seal of an attempt."""
-        return (await self._record(identity))[1]
+    async def read_seal(self, identity: Identity) -> list[Message]:
+        """The seal of an attempt, and nothing else."""
+        return [(await self._record(identity))[1]]
 
     async def read_pack(self, identity: Identity, part: Part, frames: Collection[int] | None = None) -> list[Message]:
         """The chunks in a pack; only those of some frames, if they are given.
@@ -146,7 +146,11 @@ class StoredAttempts:
         except OSError:
             await self.remove_packs(identity)
             await self.objects.put(ABORTS + name_of(identity), [wire.encode(message)])
+
+    async def withdraw(self, identity: Identity) -> None:
+        """Remove the seal and the chunks of an attempt."""
         await self.objects.delete([SEALS + name_of(identity)])
+        await self.remove_packs(identity)
 
     async def remove_packs(self, identity: Identity) -> None:
         """Remove the chunks of an attempt."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -190,22 +191,23 @@ class MemberLink:
                     self._shown = delivery.after(self._shown, delivery.Abort(identity))
                 return [] if opened is None else [opened]
             case delivery.Pack(identity=identity, part=part):
-                return await self._chunks(identity, part)
+                return await self._unless_ended(identity, partial(attempts.read_pack, identity, part))
             case delivery.Seal(identity=identity):
-                return [await attempts.read_seal(identity)]
+                return await self._unless_ended(identity, partial(attempts.read_seal, identity))
             case delivery.Abort(identity=identity, reason=reason):
                 said = None if reason else await attempts.read_abort(identity)
                 return [said or Message(wire.Abort(identity, reason or "it was given up"))]
             case delivery.Commit(identity=identity):
                 return [Message(Commit(identity))]
 
-    async def _chunks(self, identity: Identity, part: delivery.Part) -> list[Message]:
+    async def _unless_ended(self, identity: Identity, read: Callable[[], Awaitable[list[Message]]]) -> list[Message]:
+        """What is stored of an attempt; nothing if it has ended meanwhile: its end is shown next."""
         try:
-            return await self._run.store.read_pack(identity, part)
+            return await read()
         except IncompleteError:
             posted = {one.identity: one for one in await self._bell(identity.term)}
             if identity not in posted or posted[identity].aborted:
-                return []  # its end, which has come meanwhile, is shown next
+                return []
             raise
 
 

@@ -138,8 +138,8 @@ class SenderLink:
         upload.aborted = True
         await upload.packer.flush()
         await self._run.store.write_abort(message, upload.identity)
-        await self._ring()  # before the packs go, so that whoever misses one finds out why
-        await self._run.store.remove_packs(upload.identity)
+        await self._ring()  # before seal and packs go, so that whoever misses one finds out why
+        await self._run.store.withdraw(upload.identity)
         if upload.sealed is not None:
             await self._run.store.catalogue()
 

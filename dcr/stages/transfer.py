@@ -44,7 +44,9 @@ class Transfer:
                 self._sent(len(parcel.body), time.perf_counter() - began_s)
             self.sent_bytes += len(parcel.body)
             chunk = parcel.chunk
-            await outbox.send(ChunkRef(chunk.frame, chunk.digest, chunk.content, chunk.changed, len(parcel.body)))
+            sent = ChunkRef(chunk.frame, chunk.digest, chunk.content, chunk.changed, len(parcel.body))
+            del parcel  # its lease has ended: the memory is free before the next one is waited for
+            await outbox.send(sent)
 
 
 class Aborted(Exception):

@@ -14,7 +14,7 @@ from support.kept import heads
 import dcr
 from dcr.errors import Denied, IncompleteError, LocalError, OptionError, Unavailable, WireError
 from dcr.protocol.delivery import Posted
-from dcr.protocol.wire import Ack, Commit, Head, Join, Leave, MemberRef, Message, Nack, Open, Seal
+from dcr.protocol.wire import Abort, Ack, Commit, Head, Join, Leave, MemberRef, Message, Nack, Open, Seal
 from dcr.runs import StoredRun
 from dcr.runs.patience import Patient
 from dcr.runs.records import CATALOGUE, NEWEST, OPENS, bell_key, encode_bell, mailbox_key, name_of
@@ -114,6 +114,30 @@ async def test_a_seal_of_a_chunk_that_was_never_sent_is_not_read(run: StoredRun)
 
 
 # ---------------------------------------------------------------------- heads
+
+
+@pytest.mark.parametrize("what", ["packs/", "seals/"])
+async def test_an_attempt_that_is_given_up_while_it_is_read_ends_with_its_abort(
+    run: StoredRun, objects: Counted, what: str
+) -> None:
+    async with run.sender() as sender:
+        get = objects.get
+
+        async def get_late(key: str, **rest: Any) -> Any:
+            if key.startswith(what):
+                objects.get = get  # type: ignore[method-assign]
+                await sender.send(Message(Abort(identity(1), "no votes")))
+            return await get(key, **rest)
+
+        async with StoredRun(objects, **SOON).member(REF) as link:
+            await send_all(sender, attempt(identity(1)))
+            objects.get = get_late  # type: ignore[method-assign]
+            shown: list[Message] = []
+            with anyio.fail_after(5):
+                while not shown or not isinstance(shown[-1].header, Abort):
+                    shown.append(await link.receive())
+            assert shown[0] == opening(identity(1))
+            assert shown[-1].header == Abort(identity(1), "no votes")
 
 
 async def test_heads_are_a_log_of_which_nothing_is_replaced(run: StoredRun, objects: Counted) -> None:
