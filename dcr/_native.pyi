@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
-from dcr.kernels.coding import Octets
+from dcr.kernels.streams import Octets
 from dcr.layout.views import Bits, Lanes, Positions, Rows, Runs
 
 class Features(TypedDict):

@@ -16,7 +16,7 @@ Layout of a body (all integers little-endian, as on every machine that dcr runs 
                            and the value itself, at full width, in the exceptions
     PLANES_DENSE  one stream per byte of the element width, lowest first
     CLASS_SPARSE  three cuts of a byte each, before the streams; then for each of four classes the streams of
-                  GAPS_SPARSE, positions being numbers within the class: see dcr.kernels.classes
+                  GAPS_SPARSE, positions being numbers within the class: see dcr.kernels.exponents
 
 The number of changed elements K, the operation and the element width travel in the chunk's header.
 """
@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 from dcr import kernels
 from dcr.codecs.patch import Change, Operation
 from dcr.errors import BaseMismatch, LayoutError, PayloadError
-from dcr.kernels import classes
-from dcr.kernels.coding import ESCAPE, Octets
+from dcr.kernels import exponents
+from dcr.kernels.streams import ESCAPE, Octets
 from dcr.layout.views import UNSIGNED, Bits, Positions
 
 RAW_SPARSE, RAW_DENSE, GAPS_SPARSE, PLANES_DENSE, CLASS_SPARSE = range(5)
@@ -118,7 +118,7 @@ class Classes:
         """
         if change.positions is None:
             return BALANCED.encode(change, numel)
-        cuts = classes.cuts_of(base, change.positions)
+        cuts = exponents.cuts_of(base, change.positions)
         ranks, values, counts = kernels.split(base, cuts, change.positions, change.values)
         ends = np.cumsum(counts)[:-1]
         parts = zip(np.split(ranks, ends), np.split(values, ends), strict=True)
@@ -209,17 +209,17 @@ def _require_count(changed: int, numel: int) -> None:
 def _merged(body: bytes, operation: Operation, changed: int, base: Bits) -> Change:
     """A change that was split by class, whole again."""
     numel, width = len(base), base.itemsize
-    cuts = np.frombuffer(body, np.uint8, classes.CUTS, 1) if len(body) > classes.CUTS else None
+    cuts = np.frombuffer(body, np.uint8, exponents.CUTS, 1) if len(body) > exponents.CUTS else None
     if cuts is None or (cuts[1:] < cuts[:-1]).any():
         raise PayloadError("a body by class does not begin with ascending cuts")
     sizes = [range(changed + numel // ESCAPE + 1), range(changed + 1), range(0, width * changed + 1, width)]
-    streams = _find(body, sizes * classes.CLASSES, 1 + classes.CUTS)
+    streams = _find(body, sizes * exponents.CLASSES, 1 + exponents.CUTS)
     counts = [raw_size for _, _, raw_size in streams[1::3]]
     if sum(counts) != changed or sum(raw_size for _, _, raw_size in streams[::3]) > changed + numel // ESCAPE:
         raise PayloadError(f"a body by class has {counts} changes in its classes, {changed} are declared")
     raw = _unpack(streams)
     ranks = [kernels.positions_of(raw[3 * at], count, numel) for at, count in enumerate(counts)]
-    values = [kernels.values_of(raw[3 * at + 1], raw[3 * at + 2], width) for at in range(classes.CLASSES)]
+    values = [kernels.values_of(raw[3 * at + 1], raw[3 * at + 2], width) for at in range(exponents.CLASSES)]
     return Change(operation, *kernels.merge(base, cuts, counts, np.concatenate(ranks), np.concatenate(values)))
 
 

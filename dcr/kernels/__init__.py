@@ -3,8 +3,8 @@
     B  rows of a table      N  elements of a table      K  changed elements      T  tensors      n  bytes of a stream
 
 Each of the first group takes a table, so any number of tensors is one call, and makes one pass over memory;
-`dcr.kernels.reference` defines what it computes. The second group codes streams, and `dcr.kernels.coding`,
-`dcr.kernels.classes` and `dcr.kernels.hashing` define it. The compiled ones
+`dcr.kernels.reference` defines what it computes. The second group codes streams, and `dcr.kernels.streams`,
+`dcr.kernels.exponents` and `dcr.kernels.hashing` define it. The compiled ones
 release the GIL, check every row and position again, and raise before anything is written. Which implementation runs is
 decided by the build and never falls back: a compiled module that does not load is an error. No environment variable is
 read.
@@ -31,10 +31,10 @@ from typing import Final
 import numpy as np
 
 from dcr.errors import BaseMismatch, LayoutError, PayloadError
-from dcr.kernels import classes, coding, reference
-from dcr.kernels.coding import Octets
+from dcr.kernels import exponents, reference, streams
 from dcr.kernels.hashing import blake3 as numpy_blake3
 from dcr.kernels.reference import F32_BF16, F32_F16, NONE, OVERWRITE, SOURCE_WIDTH, STEP, TARGET_WIDTH, XOR
+from dcr.kernels.streams import Octets
 from dcr.layout.views import Bits, Lanes, Positions, Runs, Table
 
 __all__ = [
@@ -259,7 +259,7 @@ def gaps_of(positions: Positions) -> Octets:
         LayoutError: positions do not ascend strictly.
     """
     if not NATIVE:
-        return coding.gaps_of(positions)
+        return streams.gaps_of(positions)
     try:
         return _native.gaps_of(positions)
     except ValueError as error:
@@ -273,7 +273,7 @@ def positions_of(gaps: Octets, changed: int, numel: int) -> Positions:
         PayloadError: the stream does not hold `changed` gaps, ends within one, or leaves the frame.
     """
     if not NATIVE:
-        return coding.positions_of(gaps, changed, numel)
+        return streams.positions_of(gaps, changed, numel)
     try:
         return _native.positions_of(gaps, changed, numel)
     except ValueError as error:
@@ -282,7 +282,7 @@ def positions_of(gaps: Octets, changed: int, numel: int) -> Positions:
 
 def symbols_of(values: Bits) -> tuple[Octets, Bits]:
     """Step symbols [K] in a byte each, and the values that need an escape."""
-    return _native.symbols_of(values) if NATIVE else coding.symbols_of(values)
+    return _native.symbols_of(values) if NATIVE else streams.symbols_of(values)
 
 
 def values_of(symbols: Octets, exceptions: Octets, width: int) -> Bits:
@@ -292,7 +292,7 @@ def values_of(symbols: Octets, exceptions: Octets, width: int) -> Bits:
         PayloadError: there are more or fewer exceptions than escapes.
     """
     if not NATIVE:
-        return coding.values_of(symbols, exceptions, width)
+        return streams.values_of(symbols, exceptions, width)
     try:
         return _native.values_of(symbols, exceptions, width)
     except ValueError as error:
@@ -301,17 +301,17 @@ def values_of(symbols: Octets, exceptions: Octets, width: int) -> Bits:
 
 def planes_of(values: Bits) -> Octets:
     """The bytes of elements [N] by significance: octets [width, N], lowest first."""
-    return _native.planes_of(values).reshape(values.itemsize, -1) if NATIVE else coding.planes_of(values)
+    return _native.planes_of(values).reshape(values.itemsize, -1) if NATIVE else streams.planes_of(values)
 
 
 def of_planes(planes: Sequence[Octets]) -> Bits:
     """The inverse of `planes_of`: elements [N] of as many bytes as there are planes [N]."""
-    return _native.of_planes(list(planes)) if NATIVE else coding.of_planes(planes)
+    return _native.of_planes(list(planes)) if NATIVE else streams.of_planes(planes)
 
 
 def pack(data: Octets) -> Octets:
     """A stream [n], Huffman-coded; nothing where that saves less than a fiftieth of it."""
-    return _native.pack(data) if NATIVE else coding.pack(data)
+    return _native.pack(data) if NATIVE else streams.pack(data)
 
 
 def unpack(packed: Octets, size: int) -> Octets:
@@ -322,7 +322,7 @@ def unpack(packed: Octets, size: int) -> Octets:
             allocated that they cannot hold.
     """
     if not NATIVE:
-        return coding.unpack(packed, size)
+        return streams.unpack(packed, size)
     try:
         return _native.unpack(packed, size)
     except ValueError as error:
@@ -341,7 +341,7 @@ def split(base: Bits, cuts: Octets, positions: Positions, values: Bits) -> tuple
         LayoutError: positions do not ascend strictly, or leave the frame, or cuts do not ascend.
     """
     if not NATIVE:
-        return classes.split(base, cuts, positions, values)
+        return exponents.split(base, cuts, positions, values)
     try:
         return _native.split(base, cuts, positions, values)
     except ValueError as error:
@@ -355,7 +355,7 @@ def merge(base: Bits, cuts: Octets, counts: Sequence[int], ranks: Positions, val
         BaseMismatch: base has no such elements.
     """
     if not NATIVE:
-        return classes.merge(base, cuts, counts, ranks, values)
+        return exponents.merge(base, cuts, counts, ranks, values)
     try:
         return _native.merge(base, cuts, counts, ranks, values)
     except ValueError as error:

@@ -1,5 +1,5 @@
 // A Huffman coder for streams of bytes: order 0, canonical codes of at most 12 bits, four interleaved bit streams.
-// docs/format.md has the layout, dcr/kernels/coding.py defines every byte. Nothing here trusts what it reads: a packed stream
+// docs/format.md has the layout, dcr/kernels/streams.py defines every byte. Nothing here trusts what it reads: a packed stream
 // without a complete code, or whose bit streams do not end with their last symbol, throws std::invalid_argument.
 #pragma once
 

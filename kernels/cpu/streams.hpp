@@ -1,4 +1,4 @@
-// The streams of a sparse change: gaps, symbols, exceptions. dcr/kernels/coding.py defines what each function computes. Each
+// The streams of a sparse change: gaps, symbols, exceptions. dcr/kernels/streams.py defines what each function computes. Each
 // checks the sizes of what it reads and writes; a stream that does not fit throws std::invalid_argument.
 //
 //     K  changed elements      G  bytes of their gap stream      E  exceptions

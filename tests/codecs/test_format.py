@@ -12,7 +12,7 @@ from dcr import kernels
 from dcr.codecs import codec
 from dcr.codecs.codec import BALANCED, CLASS_SPARSE, CLASSES, GAPS_SPARSE, PLANES_DENSE, RAW_DENSE, RAW_SPARSE
 from dcr.codecs.patch import Change, Operation
-from dcr.kernels import classes, coding
+from dcr.kernels import exponents, streams
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 STREAMS, BY_CLASS, PACKED, BODY = (bytes.fromhex(block) for block in re.findall(r"```hex\n(.*?)```", PAGE, re.DOTALL))
@@ -31,7 +31,7 @@ def test_the_example_of_stored_streams_decodes() -> None:
     assert_decodes(STREAMS, 1000, [1, 2, 258, 514], [1, -1, 0x0203, 0])
 
 
-@pytest.mark.parametrize("implementation", [kernels, coding], ids=["compiled", "reference"])
+@pytest.mark.parametrize("implementation", [kernels, streams], ids=["compiled", "reference"])
 def test_the_example_of_a_packed_stream_decodes(implementation: object) -> None:
     data = np.array([0, 1, 0, 2] * 12, np.uint8)
     np.testing.assert_array_equal(implementation.unpack(np.frombuffer(PACKED, np.uint8), 48), data)  # type: ignore[attr-defined]
@@ -44,7 +44,7 @@ def test_the_example_of_a_body_decodes() -> None:
 
 def test_the_example_by_class_decodes() -> None:
     base = np.array([0x3C80, 0x3F80, 0x3C00, 0xBF00, 0x3800, 0xBC90, 0x3F80, 0x0001], np.uint16)
-    assert classes.grades_of(base).tolist() == [121, 127, 120, 126, 112, 121, 127, 0]
+    assert exponents.grades_of(base).tolist() == [121, 127, 120, 126, 112, 121, 127, 0]
     found = CLASSES.decode(BY_CLASS, operation=Operation.STEP, changed=4, numel=8, width=2, base=base)
     assert found.positions is not None
     assert found.positions.tolist() == [0, 2, 5, 6]

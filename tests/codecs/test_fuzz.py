@@ -14,8 +14,8 @@ import pytest
 
 from dcr import kernels
 from dcr.errors import BaseMismatch, LayoutError, PayloadError
-from dcr.kernels import classes, coding
-from dcr.kernels.coding import Octets
+from dcr.kernels import exponents, streams
+from dcr.kernels.streams import Octets
 from dcr.layout.views import UNSIGNED
 
 FUZZ = Path(__file__).parents[1] / "fuzz"
@@ -47,7 +47,7 @@ def decode(implementation: object, data: bytes) -> np.ndarray | None:
             case 2:
                 return implementation.unpack(stream, first)  # type: ignore[attr-defined]
             case _:
-                return merge(classes if implementation is coding else kernels, stream, first, 1 << (second & 3))
+                return merge(exponents if implementation is streams else kernels, stream, first, 1 << (second & 3))
     except (PayloadError, BaseMismatch, LayoutError):
         return None
 
@@ -70,7 +70,7 @@ def merge(implementation: object, stream: Octets, K: int, width: int) -> np.ndar
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_every_input_of_the_corpus_is_accepted(name: str) -> None:
-    for implementation in (kernels, coding):
+    for implementation in (kernels, streams):
         assert decode(implementation, CORPUS[name]) is not None
 
 
@@ -91,7 +91,7 @@ def test_mutations_of_an_input_are_read_or_refused_alike(name: str) -> None:
                 case _:
                     del data[at : at + int(random.integers(0, 9))]
             data += b"\0" * (not data)
-        found, expected = decode(kernels, bytes(data)), decode(coding, bytes(data))
+        found, expected = decode(kernels, bytes(data)), decode(streams, bytes(data))
         assert (found is None) == (expected is None)
         if found is not None and expected is not None:
             np.testing.assert_array_equal(found, expected)

@@ -1,4 +1,4 @@
-"""The compiled codec kernels compute what `dcr.kernels.coding` computes, byte for byte, at every level of this machine.
+"""The compiled codec kernels compute what `dcr.kernels.streams` does, byte for byte, at every level of this machine.
 
 N elements of a frame, K of them changed, n bytes of a stream.
 """
@@ -18,8 +18,8 @@ from dcr import _native, kernels
 from dcr.codecs.codec import FAST, GAPS, Gaps
 from dcr.codecs.patch import Change, Operation
 from dcr.errors import LayoutError, PayloadError
-from dcr.kernels import coding
-from dcr.kernels.coding import Octets
+from dcr.kernels import streams
+from dcr.kernels.streams import Octets
 from dcr.layout.views import UNSIGNED, Positions
 
 WIDTHS = (1, 2, 4, 8)
@@ -50,8 +50,8 @@ def positions_at(gaps: list[int] | NDArray[np.int64]) -> Positions:
 def both_ways(positions: Positions) -> None:
     numel = int(positions[-1]) + 1 if len(positions) else 0
     gaps = kernels.gaps_of(positions)
-    same(gaps, coding.gaps_of(positions))
-    for reader in (kernels.positions_of, coding.positions_of):
+    same(gaps, streams.gaps_of(positions))
+    for reader in (kernels.positions_of, streams.positions_of):
         same(reader(gaps, len(positions), numel), positions)
         if numel:
             with pytest.raises(PayloadError):
@@ -61,7 +61,7 @@ def both_ways(positions: Positions) -> None:
 def agree(call: Callable[[object], np.ndarray]) -> np.ndarray | None:
     """What both implementations give: the same array, or both a PayloadError (None)."""
     results: list[np.ndarray | None] = []
-    for implementation in (kernels, coding):
+    for implementation in (kernels, streams):
         try:
             results.append(call(implementation))
         except PayloadError:
@@ -104,7 +104,7 @@ def test_gaps_up_to_32_bits_agree(last: int) -> None:
 
 @pytest.mark.parametrize("positions", [[1, 1], [2, 1], [0, 5, 4, 9], [0, (1 << 32) - 1]], ids=str)
 def test_positions_that_do_not_ascend_have_no_gaps(positions: list[int]) -> None:
-    for implementation in (kernels, coding):
+    for implementation in (kernels, streams):
         with pytest.raises(LayoutError):
             implementation.gaps_of(np.array(positions, np.uint32))
 
@@ -126,14 +126,14 @@ def test_any_gap_stream_is_read_or_refused_alike(stream: list[int], off: int, ro
 def test_positions_are_refused_where_the_frame_is_left_early(at: int) -> None:
     gaps = np.zeros(48, np.uint8)
     gaps[at] = 254
-    for implementation in (kernels, coding):
+    for implementation in (kernels, streams):
         with pytest.raises(PayloadError, match="leaves the frame"):
             implementation.positions_of(gaps, 48, 200)
 
 
 @pytest.mark.parametrize(("gaps", "changed"), [([], 1), ([0], 0), ([0, 255], 1), ([255] * 40, 0), ([0] * 20, 19)])
 def test_gap_streams_of_another_number_of_gaps_are_refused(gaps: list[int], changed: int) -> None:
-    for implementation in (kernels, coding):
+    for implementation in (kernels, streams):
         with pytest.raises(PayloadError, match=f"does not hold {changed} gaps"):
             implementation.positions_of(octets(*gaps), changed, 1 << 20)
 
@@ -163,9 +163,9 @@ def test_symbols_of_all_16_bit_patterns_agree() -> None:
 
 def symbols_agree(values: np.ndarray) -> None:
     symbols, exceptions = kernels.symbols_of(values)
-    for found, expected in zip((symbols, exceptions), coding.symbols_of(values), strict=True):
+    for found, expected in zip((symbols, exceptions), streams.symbols_of(values), strict=True):
         same(found, expected)
-    for implementation in (kernels, coding):
+    for implementation in (kernels, streams):
         same(implementation.values_of(symbols, exceptions.view(np.uint8), values.itemsize), values)
 
 
@@ -176,7 +176,7 @@ def test_other_numbers_of_exceptions_are_refused(width: int, off: int) -> None:
     for size in (20 * width + off, (20 + off) * width):
         if size == 20 * width:
             continue
-        for implementation in (kernels, coding):
+        for implementation in (kernels, streams):
             with pytest.raises(PayloadError, match="escapes"):
                 implementation.values_of(symbols, np.zeros(size, np.uint8), width)
 
@@ -200,9 +200,9 @@ every_stream = pytest.mark.parametrize("data", [pytest.param(data, id=name) for 
 
 def packing_agrees(data: Octets) -> None:
     packed = kernels.pack(data)
-    same(packed, coding.pack(data))
+    same(packed, streams.pack(data))
     if len(packed):
-        for implementation in (kernels, coding):
+        for implementation in (kernels, streams):
             same(implementation.unpack(packed, len(data)), data)
 
 
@@ -234,7 +234,7 @@ def test_streams_of_any_shape_agree(seed: int, letters: int, n: int, skew: float
 
 @pytest.mark.parametrize("data", [octets(), octets(7), octets(*[7] * 999), random_bits(1, 9999, 1)], ids=len)
 def test_streams_that_a_code_does_not_shorten_are_not_packed(data: Octets) -> None:
-    assert len(kernels.pack(data)) == len(coding.pack(data)) == 0
+    assert len(kernels.pack(data)) == len(streams.pack(data)) == 0
 
 
 @every_stream
@@ -318,20 +318,20 @@ def test_tables_that_are_no_code_are_refused(nibbles: list[int], why: str) -> No
     packed = table(*nibbles)
     if "within" not in why:
         packed = np.concatenate([packed, octets(*[1, 0, 0, 0] * 3, 0, 0, 0, 0)])
-    for implementation in (kernels, coding):
+    for implementation in (kernels, streams):
         with pytest.raises(PayloadError, match=why):
             implementation.unpack(packed, 8)
 
 
 def test_a_code_of_one_bit_is_read_as_the_format_says() -> None:
     packed = np.concatenate([table(1, 1, 0, 0, *ZEROS), octets(*[1, 0, 0, 0] * 3), octets(0b01, 0b10, 0b11, 0b00)])
-    for implementation in (kernels, coding):
+    for implementation in (kernels, streams):
         same(implementation.unpack(packed, 8), octets(1, 0, 1, 0, 0, 1, 1, 0))
 
 
 def test_bits_behind_the_last_code_are_refused() -> None:
     packed = np.concatenate([table(1, 1, 0, 0, *ZEROS), octets(*[1, 0, 0, 0] * 3), octets(0b01, 0b10, 0b11, 0b100)])
-    for implementation in (kernels, coding):
+    for implementation in (kernels, streams):
         with pytest.raises(PayloadError, match="zero bits"):
             implementation.unpack(packed, 8)
 
@@ -381,8 +381,8 @@ def test_arrays_that_are_not_what_a_kernel_takes_are_refused() -> None:
 def test_planes_agree_and_come_back(N: int, width: int) -> None:
     values = random_bits(0, N, width)
     planes = kernels.planes_of(values)
-    same(planes, coding.planes_of(values))
-    for implementation in (kernels, coding):
+    same(planes, streams.planes_of(values))
+    for implementation in (kernels, streams):
         same(implementation.of_planes(list(planes)), values)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dcr.kernels import classes, coding
+from dcr.kernels import exponents, streams
 from dcr.layout.views import UNSIGNED
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -23,24 +23,24 @@ def inputs() -> dict[str, bytes]:
     made = {}
     for mean in (1, 30, 300, 3000):
         positions = (np.cumsum(random.geometric(1 / mean, 200)) - 1).astype(np.uint32)
-        gaps, numel = coding.gaps_of(positions), int(positions[-1]) + 1
+        gaps, numel = streams.gaps_of(positions), int(positions[-1]) + 1
         made[f"gaps-{mean}"] = _input(POSITIONS, len(positions), numel, gaps.tobytes())
-        packed = coding.pack(gaps)
+        packed = streams.pack(gaps)
         if len(packed):
             made[f"packed-gaps-{mean}"] = _input(PACKED, len(gaps), 0, packed.tobytes())
     for log, width in enumerate((1, 2, 4, 8)):
         steps = random.geometric(0.3, 150) * random.choice([-1, 1], 150)
         steps[::20] *= 10_000
-        symbols, exceptions = coding.symbols_of(steps.astype(f"i{width}").view(UNSIGNED[width]))
+        symbols, exceptions = streams.symbols_of(steps.astype(f"i{width}").view(UNSIGNED[width]))
         made[f"symbols-{width}"] = _input(VALUES, len(symbols), log, symbols.tobytes() + exceptions.tobytes())
     for name, skew in (("steps", 0.5), ("long", 0.05)):
         data = (random.geometric(skew, 1500) % 256).astype(np.uint8)
-        made[f"packed-{name}"] = _input(PACKED, len(data), 0, coding.pack(data).tobytes())
+        made[f"packed-{name}"] = _input(PACKED, len(data), 0, streams.pack(data).tobytes())
     cuts = np.array([100, 115, 125], np.uint8)
     for log, width in enumerate((1, 2, 4, 8)):
         base = np.frombuffer(random.bytes(300 * width), UNSIGNED[width])
         positions = np.flatnonzero(random.random(300) < 0.15).astype(np.uint32)
-        ranks, _, counts = classes.split(base, cuts, positions, base[positions])
+        ranks, _, counts = exponents.split(base, cuts, positions, base[positions])
         head = cuts.tobytes() + bytes(counts[:-1])
         made[f"classes-{width}"] = _input(CLASSES, len(positions), log, head + ranks.tobytes() + base.tobytes())
     return made

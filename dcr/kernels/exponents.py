@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcr.errors import BaseMismatch, LayoutError
-from dcr.kernels.coding import Octets
+from dcr.kernels.streams import Octets
 from dcr.layout.views import Bits, Positions
 
 CLASSES = 4

@@ -16,7 +16,7 @@ from dcr import _native, kernels
 from dcr.codecs.codec import BALANCED, CLASS_SPARSE, SMALL, raw_sparse_bytes
 from dcr.codecs.patch import Change, Operation
 from dcr.errors import BaseMismatch, LayoutError, PayloadError
-from dcr.kernels import classes
+from dcr.kernels import exponents
 from dcr.layout.views import UNSIGNED, Bits, Positions
 
 WIDTHS = (1, 2, 4, 8)
@@ -44,13 +44,13 @@ def frame(N: int, width: int, share: float = 0.1, seed: int = 0) -> tuple[Bits, 
 
 
 def both_ways(base: Bits, cuts: np.ndarray, positions: Positions, values: Bits) -> None:
-    found, expected = kernels.split(base, cuts, positions, values), classes.split(base, cuts, positions, values)
+    found, expected = kernels.split(base, cuts, positions, values), exponents.split(base, cuts, positions, values)
     for one, other in zip(found[:2], expected[:2], strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
     assert found[2] == expected[2]
     ranks, grouped, counts = found
-    for implementation in (kernels, classes):
+    for implementation in (kernels, exponents):
         merged, bits = implementation.merge(base, cuts, counts, ranks, grouped)
         np.testing.assert_array_equal(merged, positions)
         np.testing.assert_array_equal(bits, values)
@@ -121,7 +121,7 @@ def test_any_change_agrees_and_comes_back(data: st.DataObject, width: int, N: in
 @pytest.mark.parametrize("positions", [[3, 3], [4, 2], [0, 100]], ids=str)
 def test_positions_that_do_not_ascend_or_leave_the_frame_are_refused(positions: list[int]) -> None:
     base = np.zeros(100, np.uint16)
-    for implementation in (kernels, classes):
+    for implementation in (kernels, exponents):
         with pytest.raises(LayoutError):
             implementation.split(base, octets(1, 2, 3), np.array(positions, np.uint32), base[:2])
 
@@ -130,7 +130,7 @@ def test_positions_that_do_not_ascend_or_leave_the_frame_are_refused(positions: 
 def test_numbers_that_a_class_does_not_have_are_refused(ranks: list[int]) -> None:
     """Two in the first class, which has 100 elements, and one in the last, which has one."""
     base = np.append(np.zeros(100, np.uint16), np.uint16(0x3F80))
-    for implementation in (kernels, classes):
+    for implementation in (kernels, exponents):
         with pytest.raises(BaseMismatch):
             implementation.merge(base, octets(1, 2, 3), [2, 0, 0, 1], np.array(ranks, np.uint32), base[:3])
 
@@ -138,7 +138,7 @@ def test_numbers_that_a_class_does_not_have_are_refused(ranks: list[int]) -> Non
 @every_width
 def test_cuts_that_do_not_ascend_are_refused(width: int) -> None:
     base, positions, values = frame(100, width)
-    for implementation in (kernels, classes):
+    for implementation in (kernels, exponents):
         with pytest.raises(LayoutError):
             implementation.split(base, octets(2, 1, 3), positions, values)
 
@@ -150,7 +150,7 @@ def test_cuts_that_do_not_ascend_are_refused(width: int) -> None:
 @pytest.mark.parametrize("N", [0, 1, 5, 200, 70_000])
 def test_cuts_ascend(N: int, width: int) -> None:
     base, positions, _ = frame(N, width)
-    cuts = classes.cuts_of(base, positions)
+    cuts = exponents.cuts_of(base, positions)
     assert cuts.dtype == np.uint8
     assert (cuts[1:] >= cuts[:-1]).all()
 
@@ -159,8 +159,8 @@ def test_cuts_separate_what_changes_often_from_what_does_not() -> None:
     """Grades below 120 change ten times as often."""
     random = np.random.default_rng(0)
     base = (random.integers(110, 130, 1 << 20).astype(np.uint16) << 7) | random.integers(0, 128, 1 << 20, np.uint16)
-    share = np.where(classes.grades_of(base) < 120, 0.1, 0.01)
-    cuts = classes.cuts_of(base, np.flatnonzero(random.random(1 << 20) < share).astype(np.uint32))
+    share = np.where(exponents.grades_of(base) < 120, 0.1, 0.01)
+    cuts = exponents.cuts_of(base, np.flatnonzero(random.random(1 << 20) < share).astype(np.uint32))
     assert 120 in cuts
 
 
