@@ -247,6 +247,7 @@ async def test_each_member_says_for_how_long_weights_were_written(tmp_path: Path
         change(trainer, rng, 0.05)
         refit = await publisher.publish(2)
         answer = (await refit.installed())["rollout"]
+        await rollout.reached(2)
     installed = [event for event in rollout.events if isinstance(event, InstallCompleted)]
     assert [event.version for event in installed] == [1, 2]
     assert all(0 < event.pause_s <= event.duration_s for event in installed)
