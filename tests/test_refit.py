@@ -242,8 +242,8 @@ async def test_each_member_says_for_how_long_weights_were_written(tmp_path: Path
         running(tmp_path, [rollout]) as url,
         dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
     ):
-        await publish(publisher, 1)
-        await rollout.reached(1)
+        await publisher.joined(1)
+        await (await publisher.publish(1)).installed()  # so the publisher knows that it holds the base of version 2
         change(trainer, rng, 0.05)
         refit = await publisher.publish(2)
         answer = (await refit.installed())["rollout"]
