@@ -26,6 +26,7 @@ from dcr.protocol.wire import Identity
 from dcr.publish import Answer, Report
 from dcr.publish import Publisher as AsyncPublisher
 from dcr.publish import Refit as AsyncRefit
+from dcr.publish.options import WhenBusy
 from dcr.seams.required import WAIT, judge
 from dcr.subscribe import Subscriber as AsyncSubscriber
 from dcr.subscribe import Version as AsyncVersion
@@ -131,6 +132,7 @@ class Refit:
         self._loop = loop
         self._refit = refit
         self.version = refit.version
+        self.skipped = refit.skipped
 
     def captured(self, *, timeout_s: float | None = None) -> None:
         """See `dcr.Refit.captured`."""
@@ -165,16 +167,16 @@ class publisher:  # noqa: N801 - reads as a function, as dcr.publisher does
         """See `dcr.Publisher.aclose`."""
         self._loop.close()
 
-    def publish(self, version: int | None = None) -> Refit:
+    def publish(self, version: int | None = None, *, when_busy: WhenBusy | None = None) -> Refit:
         """See `dcr.Publisher.publish`."""
         if self._begun is None or self._begun.version != version:
-            self._loop.call(self._begin, version)
+            self._loop.call(self._begin, version, when_busy)
         refit, self._begun = self._begun, None
         assert refit is not None
         return Refit(self._loop, refit)
 
-    async def _begin(self, version: int | None) -> None:
-        self._begun = await self._publisher.publish(version)
+    async def _begin(self, version: int | None, when_busy: WhenBusy | None) -> None:
+        self._begun = await self._publisher.publish(version, when_busy=when_busy)
 
     def captured(self, *, timeout_s: float | None = None) -> None:
         """See `dcr.Publisher.captured`."""

@@ -47,7 +47,19 @@ TABLE = Path(__file__).parent.parent / "docs" / "events.md"
 EVENTS: tuple[Any, ...] = get_args(Event)
 NAMED = {event.__name__: event for event in EVENTS}
 # Numbers that have no unit: what they number is their name.
-NUMBERS = {"version", "frame", "term", "attempt", "base", "holds", "by_version", "below", "least_version", "least_term"}
+NUMBERS = {
+    "version",
+    "frame",
+    "term",
+    "attempt",
+    "base",
+    "holds",
+    "by_version",
+    "below",
+    "busy_with",
+    "least_version",
+    "least_term",
+}
 COUNTS = {"workers", "items", "chunks", "versions"}
 SECTIONS = {
     "Stages of a pipeline, at either end": PipelineEvent,

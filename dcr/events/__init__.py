@@ -51,6 +51,7 @@ from dcr.events.publisher import (
     PublishCompleted,
     PublisherEvent,
     PublishFailed,
+    PublishSkipped,
     PublishStarted,
     ResendIgnored,
 )
@@ -109,6 +110,7 @@ __all__ = [
     "PruneStarted",
     "PublishCompleted",
     "PublishFailed",
+    "PublishSkipped",
     "PublishStarted",
     "PublisherEvent",
     "Recognised",

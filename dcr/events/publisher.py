@@ -39,6 +39,13 @@ class PublishFailed(Moment, frozen=True):
     duration_s: float
 
 
+class PublishSkipped(Moment, frozen=True):
+    """Nothing was captured, since another version was under way. busy_with: which."""
+
+    version: int
+    busy_with: int
+
+
 class CaptureStarted(Moment, frozen=True):
     """The weights are being read: they must not change."""
 
@@ -154,6 +161,7 @@ PublisherEvent: TypeAlias = (
     PublishStarted
     | PublishCompleted
     | PublishFailed
+    | PublishSkipped
     | CaptureStarted
     | CaptureCompleted
     | CaptureFailed

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import anyio
@@ -328,8 +329,10 @@ class Flights:
         ):
             return
         below = self._retention.anchor(committed.version)
-        if below is not None and self._leader is not None:
-            await self._prune(self._leader, committed.version, below)
+        if below is not None:
+            prune = partial(self._prune, committed.version, below)
+            with suppress(RanksLost):  # the next version tells
+                await self._ranks.decide(f"prune {committed.version}", prune, type(None))
 
     async def _anchor(self, identity: Identity) -> bool:
         """Store an anchor of the committed version; whether that went well."""
@@ -344,11 +347,12 @@ class Flights:
         tell(self._observe, AnchorCompleted, version, chunks, wire_bytes, time.monotonic() - began_s)
         return True
 
-    async def _prune(self, leader: Leader, version: int, below: int) -> None:
+    async def _prune(self, version: int, below: int) -> None:
+        assert self._leader is not None
         began_s = time.monotonic()
         tell(self._observe, PruneStarted, version, below)
         try:
-            await leader.prune(below)
+            await self._leader.prune(below)
         except Exception as error:
             tell(self._observe, PruneFailed, version, below, *_why(error), time.monotonic() - began_s)
         else:

@@ -3,12 +3,14 @@
 A step is work that each rank does, and then a meeting at which every rank gives its word: the result, or the error.
 While a rank works it comes to the meeting once in BEAT_S all the same, with the word that it is still at it. So an
 error on one rank stops the others within a beat, a rank that died is noticed while others work, and no meeting lasts
-longer than a beat unless a rank is lost; how long that is waited for is up to the group.
+longer than a beat unless a rank is lost; how long that is waited for is up to the group. With its words the first rank
+says how many calls of `publish` it has skipped (`dcr.publish.turns`); who waits to hear that shortens the beat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import anyio
@@ -20,6 +22,7 @@ from dcr.layout.views import Lanes
 from dcr.seams import Group
 
 BEAT_S = 1.0
+HURRIED_S = 0.02
 LEAVE_S = 5.0
 
 T = TypeVar("T")
@@ -41,19 +44,21 @@ class Alone:
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says at a meeting. data: the result; error: its type's name and its text."""
+    """What a rank says at a meeting. data: the result; error: its type's name and its text. skipped: calls, so far."""
 
     step: str
     state: Literal["working", "done", "failed", "left"]
     data: bytes = b""
     error: tuple[str, str] = ("", "")
+    skipped: int = 0
 
 
 class _Task:
-    """A rank's own work in a step."""
+    """A rank's own work in a step. due: set when the others are to hear of it before the beat is over."""
 
     def __init__(self, step: str) -> None:
-        self.ended = anyio.Event()
+        self.due = anyio.Event()
+        self.ended = False
         self.error: Exception | None = None
         self.word = _Word(step, "working")
 
@@ -63,19 +68,32 @@ class _Task:
             self.word = _Word(step, "done", msgspec.msgpack.encode(await work()))
         except Exception as error:
             self.error, self.word = error, _failed(step, error)
-        self.ended.set()
+        self.ended = True
+        self.due.set()
+
+    async def beat(self, seconds: float) -> None:
+        """Wait until the others are to hear of it."""
+        with anyio.move_on_after(seconds):
+            await self.due.wait()
+        if not self.ended:
+            self.due = anyio.Event()
 
 
 class Ranks:
     """What the ranks of a publisher do together. Every rank takes the same steps in the same order.
 
     lost: why they cannot meet any more, None if they can. received_bytes: what other ranks' words held, in all.
+    skipped: calls that the first rank has skipped since the version under way began, as far as this rank has heard.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.lost: RanksLost | None = None
         self.received_bytes = 0
+        self.skipped = 0
+        self._task: _Task | None = None
+        self._hurried = 0  # how many wait for the next word
+        self._heard = anyio.Event()
 
     @property
     def rank(self) -> int:
@@ -117,6 +135,30 @@ class Ranks:
         self.received_bytes += lanes.nbytes * (self.world - 1)
         return await self._meeting(lambda: self._group.add(lanes))
 
+    def hurry(self) -> None:
+        """Meet now, if a step is being taken."""
+        if self._task is not None:
+            self._task.due.set()
+
+    @contextmanager
+    def hurrying(self) -> Iterator[None]:
+        """Meet more often for a while."""
+        self._hurried += 1
+        self.hurry()
+        try:
+            yield
+        finally:
+            self._hurried -= 1
+
+    async def heard(self) -> None:
+        """Wait for the next words of the others."""
+        await self._heard.wait()
+
+    def tell_heard(self) -> None:
+        """Wake whoever waits in `heard`."""
+        self._heard.set()
+        self._heard = anyio.Event()
+
     async def __aenter__(self) -> Ranks:
         return self
 
@@ -127,12 +169,12 @@ class Ranks:
 
     async def _step(self, step: str, work: Callable[[], Awaitable[Any]]) -> list[_Word]:
         task, words, lost = _Task(step), list[_Word](), list[RanksLost]()
+        self._task = task
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(task.run, work)
             try:
                 while not words or any(word.state == "working" for word in words):
-                    with anyio.move_on_after(BEAT_S):
-                        await task.ended.wait()
+                    await task.beat(HURRIED_S if self._hurried else BEAT_S)
                     words = await self._gather(task.word)
                     if _trouble(words):
                         break
@@ -142,6 +184,7 @@ class Ranks:
                 await self._say_goodbye(step, "the publisher was closed")
                 raise
             tasks.cancel_scope.cancel()
+        self._task = None
         if lost:
             raise lost[0]
         if trouble := _trouble(words):
@@ -154,10 +197,14 @@ class Ranks:
         return words
 
     async def _gather(self, word: _Word) -> list[_Word]:
-        mine = msgspec.msgpack.encode(word)
+        mine = msgspec.msgpack.encode(msgspec.structs.replace(word, skipped=self.skipped))
         data = await self._meeting(lambda: self._group.gather(mine))
         self.received_bytes += sum(map(len, data)) - len(mine)
-        return [msgspec.msgpack.decode(one, type=_Word) for one in data]
+        words = [msgspec.msgpack.decode(said, type=_Word) for said in data]
+        if not self.leads:
+            self.skipped = words[0].skipped
+        self.tell_heard()
+        return words
 
     async def _meeting(self, meet: Callable[[], Awaitable[T]]) -> T:
         """A meeting that has begun is held to its end, though for no more than LEAVE_S if this task is cancelled.

@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from dcr import plugins
 from dcr.codecs.choice import LEVELS, Chooser
+from dcr.codecs.patch import Operation
 from dcr.errors import OptionError, StateError
+from dcr.pipeline.budget import ByteBudget
 from dcr.publish.meeting import Alone
 from dcr.seams import BasedCodec, Codec, Group
-from dcr.seams.required import Rule, is_whole, require
+from dcr.seams.required import (
+    OBSERVER,
+    QUORUM,
+    SECONDS,
+    STAGES,
+    WHOLE,
+    Rule,
+    instance,
+    is_whole,
+    judge,
+    optional,
+    require,
+)
 
 ANCHORS = Rule(
     "'auto', None or a whole number of 1 or more", "100", lambda every: every in ("auto", None) or is_whole(every, 1)
 )
+WhenBusy = Literal["wait", "skip"]
+WHEN_BUSY = Rule("'wait' or 'skip'", "'skip'", lambda what: what in ("wait", "skip"))
 NAME = Rule("a member's name as text", "'rollout-0'", lambda name: isinstance(name, str))
 MAX_VERSION = (1 << 63) - 1  # numbers travel as integers of 64 bits
+
+
+RULES = {
+    "operation": instance(Operation, "dcr.Operation.STEP"),
+    "budget": optional(instance(ByteBudget, "dcr.ByteBudget(256 * dcr.MiB)")),
+    "quorum": QUORUM,
+    "vote_timeout_s": SECONDS,
+    "stages": STAGES,
+    "frame_elems": WHOLE,
+    "anchor_every": ANCHORS,
+    "when_busy": WHEN_BUSY,
+    "workers": WHOLE,
+    "observe": OBSERVER,
+}
+
+
+def judge_options(**given: Any) -> None:
+    """Refuse options of a publisher that are not what they may be."""
+    judge(**{name: (value, RULES[name]) for name, value in given.items()})
 
 
 def require_number(version: int) -> None:

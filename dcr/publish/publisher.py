@@ -6,7 +6,6 @@ for them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -22,7 +21,8 @@ from dcr import plugins
 from dcr.closing import Contexts, Life
 from dcr.codecs.patch import Operation
 from dcr.errors import StateError
-from dcr.events.observers import Observer, ignore
+from dcr.events import PublishSkipped
+from dcr.events.observers import Observer, ignore, tell
 from dcr.layout import coverage
 from dcr.layout.frames import FRAME_ELEMS
 from dcr.layout.views import Lanes
@@ -34,23 +34,13 @@ from dcr.publish.copies import error_of_made
 from dcr.publish.flight import Flights
 from dcr.publish.leader import Leader, Standing
 from dcr.publish.meeting import Ranks
-from dcr.publish.options import ANCHORS, NAME, encoder_of, group_of, require_number
+from dcr.publish.options import NAME, WHEN_BUSY, WhenBusy, encoder_of, group_of, judge_options, require_number
 from dcr.publish.part import Part, Plan, require_one_schema
 from dcr.publish.refit import Refit
 from dcr.publish.retention import Retention
+from dcr.publish.turns import Turns
 from dcr.seams import BasedCodec, Codec, Run, Source, Stage, Transport, Writer
-from dcr.seams.required import (
-    COUNT,
-    OBSERVER,
-    QUORUM,
-    SECONDS,
-    STAGES,
-    WHOLE,
-    instance,
-    judge,
-    optional,
-    require,
-)
+from dcr.seams.required import COUNT, judge, optional, require
 from dcr.stages.construct import Made
 
 
@@ -70,7 +60,9 @@ class Publisher:
     anchor_every: after every so many commits the committed bits are stored whole as well, as an anchor, and what lies
     before the last but one is removed, so that the store stays small and a late joiner reads few deltas. "auto": once
     the deltas since the last anchor take as many bytes as it does, but not before 20 commits, and after 1,000 at the
-    latest. None: all versions are kept, and the first is the only anchor.
+    latest. None: all versions are kept, and the first is the only anchor. when_busy: what `publish` does while a
+    version is under way: "wait" for its end; or "skip": capture nothing and return at once, since a later version
+    carries these changes too.
 
     Raises:
         OptionError: `source` is none (a bare module, for example), or an option is not what it may be. LocalError: the
@@ -92,20 +84,22 @@ class Publisher:
         stages: Sequence[Stage[Any, Any]] = (),
         frame_elems: int = FRAME_ELEMS,
         anchor_every: int | Literal["auto"] | None = "auto",
+        when_busy: WhenBusy = "wait",
         workers: int = 1,
         observe: Observer = ignore,
     ) -> None:
         require(source, Source, "dcr.source(model)")
-        judge(
-            operation=(operation, instance(Operation, "dcr.Operation.STEP")),
-            budget=(budget, optional(instance(ByteBudget, "dcr.ByteBudget(256 * dcr.MiB)"))),
-            quorum=(quorum, QUORUM),
-            vote_timeout_s=(vote_timeout_s, SECONDS),
-            stages=(stages, STAGES),
-            frame_elems=(frame_elems, WHOLE),
-            anchor_every=(anchor_every, ANCHORS),
-            workers=(workers, WHOLE),
-            observe=(observe, OBSERVER),
+        judge_options(
+            operation=operation,
+            budget=budget,
+            quorum=quorum,
+            vote_timeout_s=vote_timeout_s,
+            stages=stages,
+            frame_elems=frame_elems,
+            anchor_every=anchor_every,
+            when_busy=when_busy,
+            workers=workers,
+            observe=observe,
         )
         self._url = url
         self._transport: Transport = plugins.transport_for(url, transport)
@@ -123,6 +117,9 @@ class Publisher:
             observe=observe,
         )
         self._anchor_every = anchor_every
+        self._when_busy = when_busy
+        self._turns = Turns(self._ranks)
+        self._observe = observe
         self._life = Life("publisher", self._enter)
         self._leader: Leader | None = None
         self._flights: Flights | None = None
@@ -135,8 +132,12 @@ class Publisher:
 
     # ------------------------------------------------------------------ what its user calls
 
-    async def publish(self, version: int | None = None) -> Refit:
+    async def publish(self, version: int | None = None, *, when_busy: WhenBusy | None = None) -> Refit:
         """Begin to publish the weights as they are now; returns once the version before it has ended.
+
+        when_busy: "wait" or "skip" for this call, the same on all ranks; None as the publisher was told. A call that is
+        skipped returns at once, and its refit says so: nothing was captured, the number stays free, and the changes go
+        with a later version, since each is compared with what was committed last.
 
         Storage that moved since the last version is looked up here, on all ranks.
 
@@ -151,10 +152,13 @@ class Publisher:
         """
         if version is not None:
             require_number(version)
+        judge(when_busy=(when_busy, optional(WHEN_BUSY)))
         self._life.require_open()
         async with self._turn:
             refit = self._unclaimed
             if refit is None or refit.version != version:
+                if (when_busy or self._when_busy) == "skip" and await self._turns.skip():
+                    return self._skipped(version)
                 refit = await self._request(version)
             try:
                 await refit.bound()
@@ -166,15 +170,23 @@ class Publisher:
             self._unclaimed = None
             return refit
 
+    def _skipped(self, version: int | None) -> Refit:
+        refit = Refit(numbers.take(version, self._last_version), skipped=True)
+        assert self._refit is not None
+        tell(self._observe, PublishSkipped, refit.version, self._refit.version)
+        return refit
+
     async def _request(self, version: int | None) -> Refit:
         """Begin a version, once the one before it has ended; raises as `publish`."""
         await self._settled()
+        await self._turns.free()
         self._life.require_open()
         if (broken := self._broken) is not None:
             raise StateError(f"this publisher cannot go on: {broken}; close it and make a new one") from broken
         number = numbers.take(version, self._last_version)
         refit = Refit(number)
         self._requests.send_nowait(refit)  # there is room: the version before has ended
+        self._turns.begin()
         self._before = self._last_version, self._refit
         self._last_version, self._refit, self._unclaimed = number, refit, refit
         return refit
@@ -369,21 +381,9 @@ class Publisher:
             try:
                 await flights.fly(refit)
             except Exception as error:
-                error.add_note(f"publishing version {refit.version}")
-                if not refit.waiting:
-                    _warn(refit.version, error)
-                refit.fail(error)
+                refit.give_up(error)
             except BaseException:
                 refit.fail(StateError(f"the publisher was closed while version {refit.version} was in flight"))
                 raise
+            await self._turns.end(refit.version)
         self._drained.set()
-
-
-def _warn(version: int, error: Exception) -> None:
-    """Log an error that nobody waits for: whoever waits for a member to install the version would never learn of it."""
-    logging.getLogger("dcr").warning(
-        "version %d was given up (%s: %s); committed() raises this, or the next publish() does",
-        version,
-        type(error).__name__,
-        error,
-    )

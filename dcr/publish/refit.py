@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -105,11 +106,13 @@ class Answer:
 class Refit:
     """A version on its way. Every wait raises the error that ended it, if one did.
 
+    skipped: the publisher was busy, so nothing was captured: a later version carries these changes too.
     seen: whether somebody has been told how it ended. waiting: how many wait for it now.
     """
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, *, skipped: bool = False) -> None:
         self.version = version
+        self.skipped = skipped
         self.seen = False
         self.waiting = 0
         self.was_bound = False
@@ -124,6 +127,14 @@ class Refit:
         self._abandoned: Exception | None = None
         self._late: dict[MemberRef, Answer] = {}
         self._awaited: set[MemberRef] = set()
+        if skipped:
+            self._captured.set()
+            self.fail(
+                StateError(
+                    f"version {version} was skipped, since another was under way: nothing was captured, and a later "
+                    "version carries its changes; look at `skipped` before you wait for it"
+                )
+            )
 
     async def bound(self) -> None:
         """For the publisher: wait until every rank has taken its weights as they lie now."""
@@ -137,7 +148,7 @@ class Refit:
         An error that ended the version is not raised here once somebody has been told of it.
         """
         await self._until(self._captured)
-        if not self.seen:
+        if not self.seen and not self.skipped:
             self._raise_error()
 
     async def committed(self) -> Report:
@@ -183,6 +194,21 @@ class Refit:
             self._abandoned = StateError("members answer for installations to the publisher's first rank: ask there")
         if not self._awaited:
             self._installed.set()
+
+    def give_up(self, error: Exception) -> None:
+        """For the publisher: fail; an error that nobody waits for is logged as well.
+
+        Whoever waits for a member to install the version would never learn of it.
+        """
+        error.add_note(f"publishing version {self.version}")
+        if not self.waiting:
+            logging.getLogger("dcr").warning(
+                "version %d was given up (%s: %s); committed() raises this, or the next publish() does",
+                self.version,
+                type(error).__name__,
+                error,
+            )
+        self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """For the publisher: it was given up. What has been committed stays so."""
