@@ -77,8 +77,7 @@ async def measure(tensors: int, elements: int, rounds: int) -> dict[str, float]:
     chunks = 0
     async with dcr.publisher("memory:///run", source=source, transport=MemoryTransport()) as publisher:
         await (await publisher.publish()).committed()
-        part = publisher._part.baseline  # what is read beside the weights
-        frames = [bits for number in range(len(part.layout.frames)) if (bits := part.base(number)) is not None]
+        frames = [bits.copy() for bits in source.storages()]  # as many bytes as the baseline, read beside the weights
         for _ in range(rounds + 1):
             before_s = time.perf_counter()
             report = await (await publisher.publish()).committed()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 import anyio
@@ -28,17 +27,11 @@ from dcr.codecs.choice import Chooser
 from dcr.codecs.patch import Operation
 from dcr.errors import Fenced, NotCommittedError, RanksLost, StateError, VoteError
 from dcr.events import (
-    AnchorCompleted,
-    AnchorFailed,
-    AnchorStarted,
     AttemptOpened,
     AttemptSealed,
     CaptureCompleted,
     CaptureFailed,
     CaptureStarted,
-    PruneCompleted,
-    PruneFailed,
-    PruneStarted,
     PublishCompleted,
     PublishFailed,
     PublishStarted,
@@ -47,6 +40,7 @@ from dcr.events.observers import Observer, Summary, tell
 from dcr.pipeline.budget import ByteBudget
 from dcr.protocol import digest
 from dcr.protocol.wire import ChunkRef, Head, Identity
+from dcr.publish.anchors import Anchors
 from dcr.publish.copies import Detail, Root, differing, error_of, error_of_made
 from dcr.publish.leader import COMMIT_TIMEOUT_S, Call, Leader, Opened, Outcome
 from dcr.publish.meeting import Ranks
@@ -78,11 +72,47 @@ def common_base(bases: Sequence[Identity | None], root: bytes, head_root: bytes)
     return bases[0] if root == head_root and all(base == bases[0] for base in bases) else None
 
 
-class Flights:
-    """Takes versions from the capture to the commit, one at a time.
+class Flight:
+    """One version on its way, as one rank knows it. Nothing of a version is kept anywhere else but its overlay.
 
-    leader: on the first rank only. head: what the head names, as the ranks know it. broken: why there can be no
-    further version.
+    base: the version it starts from. stale: which residual groups are converted for it. attempt: what was opened.
+    old, new, touched: digests [T, 2] over all ranks: of the base, of the target, and of the old bits that are replaced.
+    """
+
+    def __init__(self, refit: Refit, tensors: int) -> None:
+        self.refit = refit
+        self.began_s = time.monotonic()
+        self.base: Identity | None = None
+        self.stale: tuple[bool, ...] = ()
+        self.attempt: Opened | None = None
+        self.old = self.new = self.touched = digest.zero(tensors)
+        self.captured_s: float | None = None
+        self.again_bytes = 0
+
+    @property
+    def version(self) -> int:
+        return self.refit.version
+
+    @property
+    def identity(self) -> Identity:
+        """
+        Raises:
+            StateError: no attempt has been opened.
+        """
+        if self.attempt is None:
+            raise StateError(f"version {self.version} has not been opened")
+        return self.attempt.identity
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self.began_s
+
+
+class Flights:
+    """Takes versions from the capture to the commit. under_way: those that are; never more than one.
+
+    head: what the head names, as the ranks know it. broken: why there can be no further version.
     """
 
     def __init__(
@@ -90,7 +120,6 @@ class Flights:
         ranks: Ranks,
         part: Part,
         link: Writer,
-        leader: Leader | None,
         head: Head,
         *,
         codec: Codec | BasedCodec | Chooser,
@@ -103,11 +132,11 @@ class Flights:
         self._ranks = ranks
         self._part = part
         self._link = link
-        self._leader = leader
         self._root = head.root
         self.head = head.identity
+        self.under_way: list[Flight] = []
         self._compress = partial(Compress, codec=codec, operation=operation, budget=budget, workers=workers)
-        self._retention = retention
+        self._anchors = Anchors(ranks, part, link, compress=self._compress, retention=retention, observe=observe)
         self._observe = observe
         self.broken: Exception | None = None
 
@@ -116,60 +145,63 @@ class Flights:
 
         Raises: why it was given up.
         """
-        began_s = time.monotonic()
-        tell(self._observe, PublishStarted, refit.version)
+        flight = Flight(refit, len(self._part.schema.tensors))
+        assert not self.under_way
+        self.under_way.append(flight)
+        tell(self._observe, PublishStarted, flight.version)
         try:
-            report = await self._publish(refit, began_s)
+            report = await self._publish(flight)
         except Exception as error:
-            tell(self._observe, PublishFailed, refit.version, *_why(error), time.monotonic() - began_s)
+            tell(self._observe, PublishFailed, flight.version, *_why(error), flight.seconds)
             raise
+        finally:
+            self.under_way.remove(flight)
         self._tell_completed(report)
-        await self.keep(report)
+        await self._anchors.keep(report)
 
-    async def _publish(self, refit: Refit, began_s: float) -> Report:
-        """Take a version up to its commit, and tell `refit`. Raises: why it was given up."""
-        received_bytes = self._ranks.received_bytes
-        tell(self._observe, CaptureStarted, refit.version)
+    async def _publish(self, flight: Flight) -> Report:
+        """Take a version up to its commit, and tell its refit. Raises: why it was given up."""
+        refit, received_bytes = flight.refit, self._ranks.received_bytes
+        tell(self._observe, CaptureStarted, flight.version)
         try:
-            await self._ranks.share(f"bind {refit.version}", self._part.bind, type(None))
+            await self._ranks.share(f"bind {flight.version}", self._part.bind, type(None))
             refit.mark_bound()
-            begun = await self._begin(refit)
-            opened = await self._open(refit, begun.base)
-            identity, compress = opened.identity, self._compress(opened.identity, reads_base=opened.reads_base)
-            shipped, captured_s, stages = await self._ship(refit, compress, begun, began_s)
+            await self._begin(flight)
+            compress = await self._open(flight)
+            shipped, stages = await self._ship(flight, compress)
             refs = [ref for one in shipped for ref in one.chunks]
-            await self._seal(identity, begun.base, refs)
-            again_bytes = await self._collect(identity, compress)
+            await self._seal(flight, refs)
+            await self._collect(flight, compress)
         except BaseException as error:
             if isinstance(error, (Fenced, RanksLost)):
                 self.broken = error
             if isinstance(error, Exception) and not refit.was_captured:
-                tell(self._observe, CaptureFailed, refit.version, *_why(error), time.monotonic() - began_s)
+                tell(self._observe, CaptureFailed, flight.version, *_why(error), flight.seconds)
             self._part.drop()
-            if self._leader is not None:
-                await self._leader.abort(error)
+            if self._ranks.leader is not None:
+                await self._ranks.leader.abort(error)
             raise
-        outcome = await self._commit(identity)
+        outcome = await self._commit(flight)
         schema = self._part.baseline.layout.schema
         report = Report(
-            identity=identity,
-            base=begun.base,
+            identity=flight.identity,
+            base=flight.base,
             elements=schema.numel,
             changed=sum(one.changed for one in shipped),
             chunks=len(refs),
-            wire_bytes=sum(one.wire_bytes for one in shipped) + again_bytes,
+            wire_bytes=sum(one.wire_bytes for one in shipped) + flight.again_bytes,
             dense_bytes=schema.nbytes,
             residual=self._part.residual,
             residual_bytes=sum(one.residual_bytes for one in shipped),
             gathered_bytes=self._ranks.received_bytes - received_bytes,
-            sent_again=again_bytes,
-            captured_s=captured_s - began_s,
-            wall_s=time.monotonic() - began_s,
+            sent_again=flight.again_bytes,
+            captured_s=flight.seconds if flight.captured_s is None else flight.captured_s,
+            wall_s=flight.seconds,
             chosen=choice.merged([one.chosen for one in shipped]),
             stages=stages,
             members=outcome.answers,
         )
-        refit.finish(report, self._leader.awaited if self._leader else None)
+        refit.finish(report, self._ranks.leader.awaited if self._ranks.leader else None)
         return report
 
     def _tell_completed(self, report: Report) -> None:
@@ -192,190 +224,119 @@ class Flights:
 
     # ------------------------------------------------------------------ steps
 
-    async def _begin(self, refit: Refit) -> Begun:
+    async def _begin(self, flight: Flight) -> None:
         """What all ranks start from; no base if their digests do not add up to the head's: then all are sent anew."""
+        leader, version = self._ranks.leader, flight.version
 
         async def look() -> Begun:
-            broken = self._leader.broken if self._leader is not None else None
+            broken = leader.broken if leader is not None else None
             stale, held = tuple(await self._part.look()), await self._part.copies()
             return Begun(self._part.baseline.identity, stale, held, "" if broken is None else f"{broken!r}")
 
-        begun = await self._ranks.share(f"begin {refit.version}", look, Begun)
+        begun = await self._ranks.share(f"begin {version}", look, Begun)
         if begun[0].broken:
             self.broken = StateError(f"this publisher cannot go on: {begun[0].broken}")
             raise self.broken
         if parted := differing([one.copies for one in begun]):
             look_closer = partial(self._part.details, parted)
-            details = await self._ranks.share(f"copies {refit.version}", look_closer, tuple[Detail, ...])
+            details = await self._ranks.share(f"copies {version}", look_closer, tuple[Detail, ...])
             raise error_of(details, self._part.schema)
-        lanes = await self._ranks.add(f"baseline {refit.version}", self._part.baseline.lanes)
-        self._lanes, base = lanes, common_base([one.base for one in begun], digest.root(lanes), self._root)
-        if base is None:
+        lanes = await self._ranks.add(f"baseline {version}", self._part.baseline.lanes)
+        flight.base = common_base([one.base for one in begun], digest.root(lanes), self._root)
+        if flight.base is None:
             self._part.baseline.clear()
-            self._lanes = np.zeros_like(lanes)
-        stale = tuple(base is None or any(flags) for flags in zip(*(one.stale for one in begun), strict=True))
-        return Begun(base, stale)
+        else:
+            flight.old = lanes
+        flight.stale = tuple(
+            flight.base is None or any(flags) for flags in zip(*(one.stale for one in begun), strict=True)
+        )
 
-    async def _open(self, refit: Refit, base: Identity | None) -> Opened:
-        async def lead() -> Opened:
-            assert self._leader is not None
-            return await self._leader.open(refit, base)
-
-        opened = await self._ranks.decide(f"open {refit.version}", lead, Opened)
+    async def _open(self, flight: Flight) -> Compress:
+        """Open the attempt; what encodes its patches."""
+        attempt = await self._ranks.lead(
+            f"open {flight.version}", lambda leader: leader.open(flight.refit, flight.base), Opened
+        )
+        flight.attempt, identity = attempt, attempt.identity
         tell(
             self._observe,
             AttemptOpened,
-            refit.version,
-            run=opened.identity.run,
-            term=opened.identity.term,
-            attempt=opened.identity.attempt,
-            base=base.version if base else None,
+            flight.version,
+            run=identity.run,
+            term=identity.term,
+            attempt=identity.attempt,
+            base=flight.base.version if flight.base else None,
         )
-        return opened
+        return self._compress(identity, reads_base=attempt.reads_base)
 
-    async def _ship(
-        self, refit: Refit, compress: Compress, begun: Begun, began_s: float
-    ) -> tuple[list[Shipped], float, Summary]:
-        """All ranks' chunks; what each one sent, and when this one had read its weights, and its statistics."""
-        captured_s = time.monotonic()
+    async def _ship(self, flight: Flight, compress: Compress) -> tuple[list[Shipped], Summary]:
+        """All ranks' chunks; what each one sent, and this one's statistics."""
         summaries: list[Summary] = []
 
         def captured() -> None:
-            nonlocal captured_s
-            captured_s = time.monotonic()
-            refit.mark_captured()
-            tell(self._observe, CaptureCompleted, refit.version, captured_s - began_s)
+            flight.captured_s = flight.seconds
+            flight.refit.mark_captured()
+            tell(self._observe, CaptureCompleted, flight.version, flight.captured_s)
 
         async def work() -> Shipped:
-            shipped, summary = await self._part.ship(self._link, compress, begun.stale, captured)
+            shipped, summary = await self._part.ship(self._link, compress, flight.stale, captured)
             summaries.append(summary)
             return shipped
 
-        shipped = await self._ranks.share(f"ship {refit.version}", work, Shipped)
+        shipped = await self._ranks.share(f"ship {flight.version}", work, Shipped)
         if (error := error_of_made([one.made for one in shipped], self._part.schema)) is not None:
             raise error
-        return shipped, captured_s, summaries[0]
+        return shipped, summaries[0]
 
-    async def _seal(self, identity: Identity, base: Identity | None, refs: Sequence[ChunkRef]) -> None:
+    async def _seal(self, flight: Flight, refs: Sequence[ChunkRef]) -> None:
         own = self._part.baseline.lanes
         target, touched = self._part.baseline.target()
-        summed = await self._ranks.add(f"digests {identity.version}", np.stack([target - own, touched]))
-        self._target = self._lanes + summed[0]
+        summed = await self._ranks.add(f"digests {flight.version}", np.stack([target - own, touched]))
+        flight.new, flight.touched = flight.old + summed[0], summed[1]
+        digests = flight.old, flight.new, flight.touched
+        await self._ranks.lead(
+            f"seal {flight.version}",
+            lambda leader: leader.seal(flight.identity, flight.base, refs, digests),
+            type(None),
+        )
+        tell(self._observe, AttemptSealed, flight.version, len(refs))
 
-        async def lead() -> None:
-            assert self._leader is not None
-            await self._leader.seal(identity, base, refs, (self._lanes, self._target, summed[1]))
-
-        await self._ranks.decide(f"seal {identity.version}", lead, type(None))
-        tell(self._observe, AttemptSealed, identity.version, len(refs))
-
-    async def _collect(self, identity: Identity, compress: Compress) -> int:
-        """Wait until the vote is carried, sending chunks again that were refused. Returns bytes sent again.
+    async def _collect(self, flight: Flight, compress: Compress) -> None:
+        """Wait until the vote is carried, sending chunks again that were refused.
 
         Raises:
             VoteError: too many members refused, or did not answer in time; names them.
             DigestMismatch: they had reason to.
         """
-
-        async def lead() -> Call:
-            assert self._leader is not None
-            return await self._leader.call()
-
-        version, again_bytes = identity.version, 0
+        version = flight.version
         while True:
-            call = await self._ranks.decide(f"vote {version}", lead, Call)
+            call = await self._ranks.lead(f"vote {version}", Leader.call, Call)
             if call.lost:
-                what = f"{identity}: the baseline"
+                what = f"{flight.identity}: the baseline"
                 await self._ranks.share(f"look {version}", partial(self._part.require_baseline, what), type(None))
                 raise VoteError(call.lost)
             if not call.again:
-                return again_bytes
+                return
             again = partial(self._part.ship_again, self._link, compress, call.again)
-            again_bytes += sum(await self._ranks.share(f"again {version}", again, int))
+            flight.again_bytes += sum(await self._ranks.share(f"again {version}", again, int))
 
-    async def _commit(self, identity: Identity) -> Outcome:
+    async def _commit(self, flight: Flight) -> Outcome:
         """Move the head, then the baselines; neither is interrupted."""
-
-        async def lead() -> Outcome:
-            assert self._leader is not None
-            return await self._leader.commit()
-
+        leader, identity = self._ranks.leader, flight.identity
         with anyio.fail_after(2 * COMMIT_TIMEOUT_S, shield=True):
             try:
-                outcome = await self._ranks.decide(f"commit {identity.version}", lead, Outcome)
+                outcome = await self._ranks.lead(f"commit {flight.version}", Leader.commit, Outcome)
             except Exception as error:
                 if not isinstance(error, NotCommittedError):
                     self.broken = error
-                if self._leader is None or self._leader.outcome is None:
+                if leader is None or leader.outcome is None:
                     self._part.drop()
                     raise
-                outcome = self._leader.outcome  # the head has moved, though not all ranks have heard of it
-            self._root, self.head = digest.root(self._target), identity
+                outcome = leader.outcome  # the head has moved, though not all ranks have heard of it
+            self._root, self.head = digest.root(flight.new), identity
             await self._part.fold(identity)
-            if self._leader is not None:
-                await self._leader.announce(identity)
+            if leader is not None:
+                await leader.announce(identity)
         return outcome
-
-    async def keep(self, report: Report) -> None:
-        """Where it is due, store the committed bits whole beside their delta, and remove what nobody needs any more.
-
-        What fails is told by an event, and not raised: the version is committed, and only late joiners read more.
-        """
-        due, committed = self._retention.count(report.wire_bytes), report.identity
-        if not (report.is_anchor or due):
-            return
-        if not report.is_anchor and not await self._anchor(
-            msgspec.structs.replace(committed, attempt=committed.attempt + 1)
-        ):
-            return
-        below = self._retention.anchor(committed.version)
-        if below is not None:
-            prune = partial(self._prune, committed.version, below)
-            with suppress(RanksLost):  # the next version tells
-                await self._ranks.decide(f"prune {committed.version}", prune, type(None))
-
-    async def _anchor(self, identity: Identity) -> bool:
-        """Store an anchor of the committed version; whether that went well."""
-        version, began_s = identity.version, time.monotonic()
-        tell(self._observe, AnchorStarted, version)
-        try:
-            shipped = await self._store_anchor(identity)
-        except Exception as error:
-            tell(self._observe, AnchorFailed, version, *_why(error), time.monotonic() - began_s)
-            return False
-        chunks, wire_bytes = sum(len(one.chunks) for one in shipped), sum(one.wire_bytes for one in shipped)
-        tell(self._observe, AnchorCompleted, version, chunks, wire_bytes, time.monotonic() - began_s)
-        return True
-
-    async def _prune(self, version: int, below: int) -> None:
-        assert self._leader is not None
-        began_s = time.monotonic()
-        tell(self._observe, PruneStarted, version, below)
-        try:
-            await self._leader.prune(below)
-        except Exception as error:
-            tell(self._observe, PruneFailed, version, below, *_why(error), time.monotonic() - began_s)
-        else:
-            tell(self._observe, PruneCompleted, version, below, time.monotonic() - began_s)
-
-    async def _store_anchor(self, identity: Identity) -> list[Shipped]:
-        version = identity.version
-
-        async def opened() -> None:
-            assert self._leader is not None
-            await self._leader.open_anchor(identity)
-
-        async def sealed() -> None:
-            assert self._leader is not None
-            nothing = np.zeros_like(self._target)
-            await self._leader.seal_anchor(identity, refs, (nothing, self._target, nothing))
-
-        await self._ranks.decide(f"open anchor {version}", opened, type(None))
-        ship = partial(self._part.ship_whole, self._link, self._compress(identity))
-        shipped = await self._ranks.share(f"ship anchor {version}", ship, Shipped)
-        refs = [ref for one in shipped for ref in one.chunks]
-        await self._ranks.decide(f"seal anchor {version}", sealed, type(None))
-        return shipped
 
 
 def _why(error: Exception) -> tuple[str, str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 import anyio
 import msgspec
 
-from dcr.errors import DcrError, WireError
+from dcr.errors import DcrError, StateError, WireError
 from dcr.events import AttemptAborted, MemberTimedOut, MessageIgnored
 from dcr.events.observers import Observer, tell
 from dcr.layout import frames
@@ -53,8 +54,20 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     answers: dict[str, str]
 
 
+class Ballot:
+    """The vote on one attempt, as the first rank counts it. deadline_s: on the event loop's clock, from the seal on."""
+
+    def __init__(self, votes: Votes) -> None:
+        self.votes = votes
+        self.deadline_s = math.inf
+
+
 class Leader:
-    """Opens, seals and commits attempts, one at a time. quorum, vote_timeout_s, observe: as for `dcr.publisher`."""
+    """Opens, seals and commits attempts, one at a time. quorum, vote_timeout_s, observe: as for `dcr.publisher`.
+
+    outcome: of the last attempt, once the head has moved to it; awaited: the members that are to install it then.
+    broken: why members can no longer be heard.
+    """
 
     def __init__(
         self, run: Run, link: Link, *, quorum: int | Literal["all"], vote_timeout_s: float, observe: Observer
@@ -64,10 +77,23 @@ class Leader:
         self._quorum = quorum
         self._vote_timeout_s = vote_timeout_s
         self._observe = observe
-        self._votes: Votes | None = None
+        self._layout = self._body = b""
+        self._headship: Headship | None = None
+        self._ballot: Ballot | None = None
         self.roster = Roster(observe)
-        self.outcome: Outcome | None = None  # of the last attempt, once the head has moved to it
+        self.outcome: Outcome | None = None
+        self.awaited: frozenset[MemberRef] = frozenset()
         self.broken: Exception | None = None
+
+    @property
+    def headship(self) -> Headship:
+        """
+        Raises:
+            StateError: the term has not been taken.
+        """
+        if self._headship is None:
+            raise StateError("the publisher has not taken its term yet")
+        return self._headship
 
     async def listen(self) -> None:
         """Take what members send, until the link ends."""
@@ -86,8 +112,8 @@ class Leader:
     async def start(self, layout: Layout) -> Standing:
         """Take the next term."""
         self._layout, self._body = layout.digest, frames.encode(layout)
-        self.headship = await Headship.take(self._run.ledger)
-        return Standing(self.headship.head, await self._run.store.newest() if self._run.store else -1)
+        self._headship = await Headship.take(self._run.ledger)
+        return Standing(self._headship.head, await self._run.store.newest() if self._run.store else -1)
 
     # ------------------------------------------------------------------ one attempt
 
@@ -97,17 +123,19 @@ class Leader:
         head = self.headship.head
         identity = Identity(head.run, head.term, refit.version, 1)
         self.outcome = None
-        self._votes = self.roster.open(identity, base, self._quorum, refit)
-        await self._open(identity, base, tuple(sorted(self._votes.electorate)))
+        votes = self.roster.open(identity, base, self._quorum, refit)
+        self._ballot = Ballot(votes)
+        await self._open(identity, base, tuple(sorted(votes.electorate)))
         return Opened(identity, self.roster.reads_base)
 
     async def seal(
         self, identity: Identity, base: Identity | None, refs: Sequence[ChunkRef], digests: tuple[Lanes, Lanes, Lanes]
     ) -> None:
         """Complete the attempt; digests: of the base, of the target, and of the old bits that are replaced."""
-        self._voted.root = digest.root(digests[1])
+        ballot = self._voted
+        ballot.votes.root = digest.root(digests[1])
         await self._seal(identity, base, refs, digests)
-        self._deadline_s = anyio.current_time() + self._vote_timeout_s
+        ballot.deadline_s = anyio.current_time() + self._vote_timeout_s
 
     async def open_anchor(self, identity: Identity) -> None:
         """Begin an anchor of a committed version, which nobody votes on."""
@@ -130,8 +158,8 @@ class Leader:
 
     async def call(self) -> Call:
         """Wait until the vote is carried or lost, or chunks are wanted again."""
-        votes = self._voted
-        with anyio.CancelScope(deadline=self._deadline_s):
+        votes = self._voted.votes
+        with anyio.CancelScope(deadline=self._voted.deadline_s):
             while not votes.carried and not votes.lost:
                 if again := self.roster.take_again():
                     return Call(tuple(again))
@@ -156,7 +184,7 @@ class Leader:
             NotCommittedError: the head could not be moved, and was not. Fenced: another publisher has taken over. Else
                 what made the outcome unknowable. After the last two this publisher is of no use any more.
         """
-        votes = self._voted
+        votes = self._voted.votes
         with anyio.fail_after(COMMIT_TIMEOUT_S):
             await self.headship.move(votes.identity, votes.root)
         self.awaited = self.roster.committed(votes)
@@ -171,17 +199,18 @@ class Leader:
 
     async def abort(self, error: BaseException) -> None:
         """Give the attempt up, if one was opened; not for one whose commit has begun."""
-        votes = self._votes
+        ballot = self._ballot
         self._end()
-        if votes is None:
+        if ballot is None:
             return
+        identity = ballot.votes.identity
         reason = f"{type(error).__name__}: {error}"
         with anyio.move_on_after(ABORT_TIMEOUT_S, shield=True):
             try:
-                await self._link.send(Message(Abort(votes.identity, reason)))
+                await self._link.send(Message(Abort(identity, reason)))
             except (DcrError, OSError) as failed:
                 error.add_note(f"the abort could not be sent either: {failed}")
-        tell(self._observe, AttemptAborted, votes.identity.version, type(error).__name__, str(error))
+        tell(self._observe, AttemptAborted, identity.version, type(error).__name__, str(error))
 
     async def prune(self, below: int) -> None:
         """Remove the versions before one, where they are kept."""
@@ -189,13 +218,14 @@ class Leader:
             await self._run.store.prune(frozenset(), below=below)
 
     def _end(self) -> None:
-        self._votes = None
+        self._ballot = None
         self.roster.close()
 
     @property
-    def _voted(self) -> Votes:
-        assert self._votes is not None, "an attempt has been opened"
-        return self._votes
+    def _voted(self) -> Ballot:
+        if self._ballot is None:
+            raise StateError("no attempt is open")
+        return self._ballot
 
 
 def _answers(votes: Votes, roster: Roster) -> dict[str, str]:

@@ -19,6 +19,7 @@ import msgspec
 from dcr import errors
 from dcr.errors import DcrError, RanksLost, StateError
 from dcr.layout.views import Lanes
+from dcr.publish.leader import Leader
 from dcr.seams import Group
 
 BEAT_S = 1.0
@@ -82,12 +83,14 @@ class _Task:
 class Ranks:
     """What the ranks of a publisher do together. Every rank takes the same steps in the same order.
 
-    lost: why they cannot meet any more, None if they can. received_bytes: what other ranks' words held, in all.
-    skipped: calls that the first rank has skipped since the version under way began, as far as this rank has heard.
+    leader: on the first rank, which alone knows the members and moves the head; None on the others. lost: why they
+    cannot meet any more, None if they can. received_bytes: what other ranks' words held, in all. skipped: calls that
+    the first rank has skipped since the version under way began, as far as this rank has heard.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self.leader: Leader | None = None
         self.lost: RanksLost | None = None
         self.received_bytes = 0
         self.skipped = 0
@@ -126,6 +129,15 @@ class Ranks:
             return await work()
         words = await self._step(step, work if self.leads else _nothing)
         return msgspec.msgpack.decode(words[0].data, type=kind)
+
+    async def lead(self, step: str, work: Callable[[Leader], Awaitable[T]], kind: type[T]) -> T:
+        """The leader works, all learn the result; raises as `share`."""
+
+        async def led() -> T:
+            assert self.leader is not None, "only the first rank works"
+            return await work(self.leader)
+
+        return await self.decide(step, led, kind)
 
     async def add(self, step: str, lanes: Lanes) -> Lanes:
         """The sum over ranks; raises as `share`."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
-import numpy as np
-from anyio.streams.memory import MemoryObjectReceiveStream
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from dcr import plugins
 from dcr.closing import Contexts, Life
@@ -23,25 +23,29 @@ from dcr.codecs.patch import Operation
 from dcr.errors import StateError
 from dcr.events import PublishSkipped
 from dcr.events.observers import Observer, ignore, tell
-from dcr.layout import coverage
 from dcr.layout.frames import FRAME_ELEMS
-from dcr.layout.views import Lanes
 from dcr.pipeline.budget import ByteBudget, MiB
-from dcr.protocol import digest
-from dcr.protocol.wire import Head
-from dcr.publish import dismissal, headship, numbers
-from dcr.publish.copies import error_of_made
+from dcr.publish import dismissal, numbers, opening
 from dcr.publish.flight import Flights
 from dcr.publish.leader import Leader, Standing
 from dcr.publish.meeting import Ranks
 from dcr.publish.options import NAME, WHEN_BUSY, WhenBusy, encoder_of, group_of, judge_options, require_number
-from dcr.publish.part import Part, Plan, require_one_schema
+from dcr.publish.part import Part
 from dcr.publish.refit import Refit
 from dcr.publish.retention import Retention
 from dcr.publish.turns import Turns
 from dcr.seams import BasedCodec, Codec, Run, Source, Stage, Transport, Writer
 from dcr.seams.required import COUNT, judge, optional, require
-from dcr.stages.construct import Made
+
+
+@dataclass(frozen=True, slots=True)
+class _Works:
+    """What an open publisher works with. requests: to the task that flies."""
+
+    run: Run
+    part: Part
+    flights: Flights
+    requests: MemoryObjectSendStream[Refit]
 
 
 class Publisher:
@@ -121,8 +125,7 @@ class Publisher:
         self._turns = Turns(self._ranks)
         self._observe = observe
         self._life = Life("publisher", self._enter)
-        self._leader: Leader | None = None
-        self._flights: Flights | None = None
+        self._works: _Works | None = None  # once it has been opened
         self._refit: Refit | None = None
         self._turn = anyio.Lock()
         self._drained = anyio.Event()
@@ -185,7 +188,7 @@ class Publisher:
             raise StateError(f"this publisher cannot go on: {broken}; close it and make a new one") from broken
         number = numbers.take(version, self._last_version)
         refit = Refit(number)
-        self._requests.send_nowait(refit)  # there is room: the version before has ended
+        self._opened.requests.send_nowait(refit)  # there is room: the version before has ended
         self._turns.begin()
         self._before = self._last_version, self._refit
         self._last_version, self._refit, self._unclaimed = number, refit, refit
@@ -217,7 +220,7 @@ class Publisher:
         """
         judge(member=(member, NAME))
         counted = self._led.roster.dismiss(member)
-        return await dismissal.dismiss(self._run, member) > 0 or counted
+        return await dismissal.dismiss(self._opened.run, member) > 0 or counted
 
     @property
     def members(self) -> list[str]:
@@ -227,7 +230,7 @@ class Publisher:
     @property
     def version(self) -> int | None:
         """The last committed version, None before the first."""
-        identity = self._part.baseline.identity
+        identity = self._works.part.baseline.identity if self._works else None
         return identity.version if identity else None
 
     @property
@@ -236,8 +239,18 @@ class Publisher:
 
         Greater than `version`, or not None where that is, if the run goes on from weights that this publisher lacks.
         """
-        identity = self._flights.head if self._flights else None
+        identity = self._works.flights.head if self._works else None
         return identity.version if identity else None
+
+    @property
+    def _opened(self) -> _Works:
+        """
+        Raises:
+            StateError: the publisher is not open.
+        """
+        self._life.require_open()
+        assert self._works is not None
+        return self._works
 
     @property
     def _led(self) -> Leader:
@@ -246,15 +259,16 @@ class Publisher:
             StateError: the publisher is not open, or this is not the rank that knows the members.
         """
         self._life.require_open()
-        if self._leader is None:
+        if self._ranks.leader is None:
             raise StateError("members are known to the publisher's first rank: ask there")
-        return self._leader
+        return self._ranks.leader
 
     @property
     def _broken(self) -> Exception | None:
         """Why there can be no further version. What only the first rank knows, it tells the others in its next one."""
-        of_flights = self._flights.broken if self._flights else None
-        of_leader = self._leader.broken if self._leader and self._ranks.world == 1 else None
+        leader = self._ranks.leader if self._ranks.world == 1 else None
+        of_flights = self._works.flights.broken if self._works else None
+        of_leader = leader.broken if leader else None
         return self._ranks.lost or of_flights or of_leader
 
     # ------------------------------------------------------------------ life
@@ -279,7 +293,7 @@ class Publisher:
         try:
             if self._life.is_open:
                 await self._settled()
-                self._requests.close()
+                self._opened.requests.close()
                 await self._drained.wait()
         finally:
             await self._life.close()
@@ -296,76 +310,50 @@ class Publisher:
             await self._life.close()
 
     async def _enter(self, contexts: Contexts) -> None:
-        self._run: Run = await contexts.enter(self._transport.open(self._url))
+        run: Run = await contexts.enter(self._transport.open(self._url))
         await contexts.enter(self._ranks)
-        link = await contexts.enter(self._link())
-        self._requests, receive = anyio.create_memory_object_stream[Refit](1)
-        contexts.call(self._requests.close)
+        link = await contexts.enter(self._link(run))
+        requests, receive = anyio.create_memory_object_stream[Refit](1)
+        contexts.call(requests.close)
         contexts.call(receive.close)
         contexts.call(self._give_up)
-        self._group = await contexts.enter(anyio.create_task_group())
-        contexts.call(self._group.cancel_scope.cancel)
-        await self._start(link)
-        if self._leader is not None:
-            self._group.start_soon(self._leader.listen)
-        self._group.start_soon(self._work, receive)
+        group = await contexts.enter(anyio.create_task_group())
+        contexts.call(group.cancel_scope.cancel)
+        part = await opening.join(self._ranks, self._make_part)
+        flights = await self._start(part, link)
+        self._works = _Works(run, part, flights, requests)
+        if self._ranks.leader is not None:
+            group.start_soon(self._ranks.leader.listen)
+        group.start_soon(self._work, flights, receive)
 
     def _give_up(self) -> None:
         """No task works any more: whoever waits for one is told."""
         self._drained.set()
-        if self._leader is not None:
-            self._leader.roster.end(StateError("the publisher was closed"))
+        if self._ranks.leader is not None:
+            self._ranks.leader.roster.end(StateError("the publisher was closed"))
         if self._refit is not None:
             self._refit.fail(StateError(f"the publisher was closed before version {self._refit.version} was committed"))
 
     @asynccontextmanager
-    async def _link(self) -> AsyncIterator[Writer]:
+    async def _link(self, run: Run) -> AsyncIterator[Writer]:
         if self._ranks.leads:
-            async with self._run.sender() as link:
-                self._leader = self._make_leader(self._run, link)
+            async with run.sender() as link:
+                self._ranks.leader = self._make_leader(run, link)
                 yield link
         else:
-            async with self._run.writer((self._ranks.rank, self._ranks.world)) as writer:
+            async with run.writer((self._ranks.rank, self._ranks.world)) as writer:
                 yield writer
 
-    async def _start(self, link: Writer) -> None:
+    async def _start(self, part: Part, link: Writer) -> Flights:
         """Take the term; if the ranks together hold the very bits of the head's version, start from it."""
-
-        async def plan() -> Plan:
-            self._part = await anyio.to_thread.run_sync(self._make_part)
-            return self._part.plan
-
-        async def lead() -> Standing:
-            assert self._leader is not None
-            return await self._leader.start(self._part.baseline.layout)
-
-        async def join() -> None:
-            await anyio.to_thread.run_sync(self._part.join, plans, self._ranks.rank)
-
-        plans = await self._ranks.share("plan", plan, Plan)
-        require_one_schema(plans)
-        total = await self._ranks.add("coverage", self._part.tally.view(np.uint64))
-        coverage.require_covered(self._part.schema, total.view(np.int64))
-        await self._ranks.share("join", join, type(None))
-        standing = await self._ranks.decide("start", lead, Standing)
+        layout = part.baseline.layout
+        standing = await self._ranks.lead("start", lambda leader: leader.start(layout), Standing)
         head, self._last_version = standing.head, standing.newest
-        retention = Retention(self._anchor_every, self._part.schema.nbytes)
-        self._flights = self._make_flights(self._ranks, self._part, link, self._leader, head, retention=retention)
         if head.identity is not None:
             self._last_version = max(self._last_version, head.identity.version)
-            await self._resume(head)
-
-    async def _resume(self, head: Head) -> None:
-        async def scan() -> tuple[Made, ...]:
-            lanes, made = await self._part.scan()
-            scanned.append(lanes)
-            return made
-
-        scanned: list[Lanes] = []
-        made = await self._ranks.share("scan", scan, tuple[Made, ...])
-        lanes = await self._ranks.add("scanned", scanned[0])
-        identity = headship.recognise(head, digest.root(lanes))
-        self._part.adopt(identity, scanned[0], alike=error_of_made(made, self._part.schema) is None)
+            await opening.resume(self._ranks, part, head)
+        retention = Retention(self._anchor_every, part.schema.nbytes)
+        return self._make_flights(self._ranks, part, link, head, retention=retention)
 
     async def _settled(self) -> None:
         """The version before has ended, and somebody knows how."""
@@ -374,9 +362,7 @@ class Publisher:
 
     # ------------------------------------------------------------------ tasks
 
-    async def _work(self, requests: MemoryObjectReceiveStream[Refit]) -> None:
-        assert self._flights is not None
-        flights = self._flights
+    async def _work(self, flights: Flights, requests: MemoryObjectReceiveStream[Refit]) -> None:
         async for refit in requests:
             try:
                 await flights.fly(refit)

@@ -115,9 +115,12 @@ async def test_a_version_without_a_base_compares_all_that_is_frozen_with_what_wa
 async def test_a_baseline_that_rotted_where_all_is_frozen_blames_nobody_and_is_made_anew() -> None:
     model = Adapted()
     async with publishing(model) as publisher:
-        rotten = next(bits for bits in publisher._part.baseline._frames if bits is not None and bits[1])
+        with callers(hooks.BASELINE_FOLD) as baselines:
+            await publish(publisher, 1)
+        frames = map(baselines[0].base, range(len(baselines[0].layout.frames)))
+        rotten = next(bits for bits in frames if bits is not None and bits[1])
         rotten[1] ^= 1
-        told, version = "", 0
+        told, version = "", 1
         while not told and version < 10:
             version += 1
             step(model)
