@@ -56,6 +56,7 @@ def test_an_end_is_opened_and_closed_by_any_thread_and_its_thread_ends(tmp_path:
     opener = threading.Thread(target=enter)
     opener.start()
     opener.join()
+    publisher.joined(1)
     refit = publisher.publish(1)
     versions.next().install()
     assert refit.installed()["m"].said == "installed"
