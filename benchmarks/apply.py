@@ -204,16 +204,16 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - before_s, result
 
 
-def install(loader: Any, readies: Sequence[Ready]) -> None:
+def install(loader: Any, weights: Any, readies: Sequence[Ready]) -> None:
     for ready in readies:
-        loader.install(ready)
-    loader.settle()
+        weights.install(ready)
+    loader.finalize()
 
 
-def undo(loader: Any, readies: Sequence[Ready]) -> None:
+def undo(loader: Any, weights: Any, readies: Sequence[Ready]) -> None:
     for ready in reversed(readies):
-        loader.undo(ready)
-    loader.settle()
+        weights.undo(ready)
+    loader.finalize()
 
 
 def bits_of(model: torch.nn.Module) -> Iterator[np.ndarray]:
@@ -242,14 +242,14 @@ class Bench:
         self.state = {name: tensor.clone() for name, tensor in self.engine.module.state_dict().items()}
         self.layout = layout_of(specs)
         self.loader = NativeLoader(self.engine)
-        self.bind_s, _ = timed(lambda: self.loader.bind(self.layout))
+        self.bind_s, self.weights = timed(lambda: self.loader.bind(self.layout))
 
     def round(self, density: float, seed: int) -> dict[str, float]:
         """Seconds of each way to bring one change in; the engine holds the same weights before and after."""
         changes = changes_of(self.layout, density, seed)
-        prepare_s, readies = timed(lambda: [self.loader.prepare(*one) for one in changes])
-        install_s, _ = timed(lambda: install(self.loader, readies))
-        undo(self.loader, readies)
+        prepare_s, readies = timed(lambda: [self.weights.prepare(*one) for one in changes])
+        install_s, _ = timed(lambda: install(self.loader, self.weights, readies))
+        undo(self.loader, self.weights, readies)
         patches = patches_of(self.layout, readies)
         masked_s, _ = (
             timed(lambda: load_masked(self.engine.module, patches)) if density <= 0.01 else (float("nan"), None)
@@ -269,10 +269,10 @@ class Bench:
     def require_same_result(self) -> None:
         """All three ways leave the same bits, or the comparison means nothing."""
         changes = changes_of(self.layout, 0.01, 99)
-        readies = [self.loader.prepare(*one) for one in changes]
-        install(self.loader, readies)
+        readies = [self.weights.prepare(*one) for one in changes]
+        install(self.loader, self.weights, readies)
         ours = [tensor.copy() for tensor in bits_of(self.engine.module)]
-        undo(self.loader, readies)
+        undo(self.loader, self.weights, readies)
         load_masked(self.engine.module, patches_of(self.layout, readies))
         theirs = list(bits_of(self.engine.module))
         if not all(np.array_equal(one, other) for one, other in zip(ours, theirs, strict=True)):
@@ -287,12 +287,12 @@ def experts(count: int, rounds: int) -> dict[str, float]:
         model.register_parameter(f"w{number}", parameter(32, 64))
     layout = layout_of([TensorSpec(f"w{number}", "bfloat16", (32, 64)) for number in range(count)])
     loader = ModuleLoader(model)
-    bind_s, _ = timed(lambda: loader.bind(layout))
+    bind_s, weights = timed(lambda: loader.bind(layout))
     found = []
     for number in range(rounds):
         changes = changes_of(layout, 0.01, number)
-        prepare_s, readies = timed(lambda changes=changes: [loader.prepare(*one) for one in changes])  # type: ignore[misc]
-        found.append(prepare_s + timed(lambda readies=readies: install(loader, readies))[0])  # type: ignore[misc]
+        prepare_s, readies = timed(lambda changes=changes: [weights.prepare(*one) for one in changes])  # type: ignore[misc]
+        found.append(prepare_s + timed(lambda readies=readies: install(loader, weights, readies))[0])  # type: ignore[misc]
     return {"tiny_tensors_bind_s": bind_s, "tiny_tensors_refit_s": statistics.median(found)}
 
 

@@ -37,7 +37,7 @@ import torch
 import dcr
 from dcr.engines import workers
 from dcr.engines.ranks import Ranks
-from dcr.loaders.native import NativeRank
+from dcr.loaders.native import NativeLoader
 
 SHAPE = (64, 32)
 EXPERTS = 512
@@ -97,7 +97,7 @@ def model_of(tensors: int, shape: Sequence[int]) -> torch.nn.Module:
 def serve_rank(address: str, tensors: int, rank: int, world: int) -> None:
     """A worker process: one rank, and its server."""
     torch.set_num_threads(1)
-    loader = NativeRank(Rows(tensors, rank, world))
+    loader = NativeLoader(Rows(tensors, rank, world), partial=True)
     with workers.connect(address) as connection:
         workers.serve(connection, loader, key=KEY, rank=rank, world=world)
 

@@ -76,12 +76,12 @@ def source(weights: Any, *, kind: str = "module", frozen: Sequence[str] | None =
     return made if frozen is None else FrozenSource(made, frozen)
 
 
-def loader(kind: str, engine: Any, **options: Any) -> Loader[Any]:
+def loader(kind: str, engine: Any, **options: Any) -> Loader:
     """An engine's weights as a loader; `kind` names a plugin of dcr.loaders, which takes the options.
 
     "module": `dcr.loaders.module.ModuleLoader`.
     """
-    made: Loader[Any] = plugins.load("dcr.loaders", kind, called=LOADERS)(engine, **options)
+    made: Loader = plugins.load("dcr.loaders", kind, called=LOADERS)(engine, **options)
     return made
 
 

@@ -18,7 +18,7 @@ from dcr.layout.frames import FrameSpec, Layout, Region
 from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.engine import slots_of
 from dcr.loaders.module import ModuleLoader
-from dcr.loaders.native import NativeLoader, NativeRank
+from dcr.loaders.native import NativeLoader
 from dcr.loaders.standin import StandIns
 from dcr.memory.placement import Place, Placement
 
@@ -64,8 +64,8 @@ def native(count: int) -> NativeLoader:
     return NativeLoader(Engine(count))
 
 
-def rank(count: int) -> NativeRank:
-    return NativeRank(Engine(count))
+def rank(count: int) -> NativeLoader:
+    return NativeLoader(Engine(count), partial=True)
 
 
 def change_of(count: int) -> Change:
@@ -74,32 +74,32 @@ def change_of(count: int) -> Change:
     return Change(Operation.OVERWRITE, positions, np.ones(count, np.uint16))
 
 
-def pause_of(make: Callable[[int], ModuleLoader | NativeLoader | NativeRank], count: int) -> tuple[int, int, int]:
+def pause_of(make: Callable[[int], ModuleLoader | NativeLoader], count: int) -> tuple[int, int, int]:
     """Calls of a preparation, of an installation and of an undo, in which each tensor changes."""
     loader = make(count)
-    loader.bind(layout_of(count))
-    ready = loader.prepare(0, change_of(count))
-    prepared = calls_of(lambda: loader.prepare(0, change_of(count)))
-    installed = calls_of(lambda: (loader.install(ready), loader.settle()))
-    undone = calls_of(lambda: (loader.undo(ready), loader.settle()))
+    weights = loader.bind(layout_of(count))
+    ready = weights.prepare(0, change_of(count))
+    prepared = calls_of(lambda: weights.prepare(0, change_of(count)))
+    installed = calls_of(lambda: (weights.install(ready), loader.finalize()))
+    undone = calls_of(lambda: (weights.undo(ready), loader.finalize()))
     return prepared, installed, undone
 
 
 @pytest.mark.parametrize("make", [module, native, rank])
-def test_a_pause_costs_no_call_per_tensor(make: Callable[[int], ModuleLoader | NativeLoader | NativeRank]) -> None:
+def test_a_pause_costs_no_call_per_tensor(make: Callable[[int], ModuleLoader | NativeLoader]) -> None:
     assert pause_of(make, 20) == pause_of(make, 40)
 
 
 @pytest.mark.parametrize("make", [module, native, rank])
 def test_a_look_at_where_weights_lie_asks_each_for_its_place_once(
-    make: Callable[[int], ModuleLoader | NativeLoader | NativeRank],
+    make: Callable[[int], ModuleLoader | NativeLoader],
 ) -> None:
     calls = []
     for count in (20, 40):
         loader = make(count)
         loader.bind(layout_of(count))
-        loader.epoch()
-        calls.append(calls_of(loader.epoch))
+        loader.fingerprint()
+        calls.append(calls_of(loader.fingerprint))
     assert calls[1] - calls[0] <= 4 * 20  # itself, its address, its strides, and whether it shows what lies there
 
 
@@ -122,8 +122,7 @@ def test_joining_ranks_costs_a_frame_what_is_in_it() -> None:
     regions = one.specs[0].regions
     layout = Layout(one.schema, tuple(FrameSpec("bfloat16", regions[at : at + cut]) for at in range(0, count, cut)))
     ranks = Ranks([rank(count)])
-    ranks.bind(layout)
-    ready = ranks.prepare(7, change_of(cut))
+    ready = ranks.bind(layout).prepare(7, change_of(cut))
     assert ready.old_sums.base.shape == ready.new_sums.base.shape == (cut, 4)
 
 

@@ -159,9 +159,9 @@ def test_an_unknown_dtype_of_a_file_is_refused_by_name_with_what_to_write(tmp_pa
 def test_an_unknown_dtype_of_a_file_that_is_waived_is_left_as_it_lies(tmp_path: Path) -> None:
     unknown(tmp_path)
     loader = SafetensorsLoader(tmp_path, waive=["odd"], fsync=False)
-    loader.bind(layout_of(ModuleSource(Weights({"w": torch.zeros(2)}))))
-    loader.install(loader.prepare(0, Change(Operation.OVERWRITE, None, np.array([1, 2], np.uint32))))
-    loader.settle()
+    weights = loader.bind(layout_of(ModuleSource(Weights({"w": torch.zeros(2)}))))
+    weights.install(weights.prepare(0, Change(Operation.OVERWRITE, None, np.array([1, 2], np.uint32))))
+    loader.finalize()
     assert raw_bytes(tmp_path) == {"w": np.array([1, 2], "<u4").tobytes(), "odd": b"abc"}
 
 
@@ -177,12 +177,12 @@ def test_the_words_of_an_element_stand_side_by_side_the_real_part_first() -> Non
     engine = Weights({"w": torch.zeros(3, 2, dtype=torch.complex128)})
     layout = layout_of(ModuleSource(trainer))
     loader = ModuleLoader(engine)
-    loader.bind(layout)
+    weights = loader.bind(layout)
     values = np.stack([np.array([0, 3, 1, 4, 2, 5.0]), -np.array([0, 3, 1, 4, 2, 5.0])], axis=1).reshape(-1).view("u8")
     first = 0
     for frame in layout.frames:
-        loader.install(
-            loader.prepare(frame.index, Change(Operation.OVERWRITE, None, values[first : first + frame.numel]))
+        weights.install(
+            weights.prepare(frame.index, Change(Operation.OVERWRITE, None, values[first : first + frame.numel]))
         )
         first += frame.numel
     assert torch.equal(engine.w, trainer.w)
@@ -282,10 +282,10 @@ def test_a_scale_that_an_engine_keeps_in_another_dtype_is_what_its_own_copy_make
     trainer = Weights({"w": tensor("float8_e8m0fnu", np.random.default_rng(1), (300,))})
     layout = layout_of(ModuleSource(trainer), 300)
     assert layout.schema.tensors == (spec,)
-    loader.bind(layout)
+    weights = loader.bind(layout)
     patterns = np.resize(np.arange(255, dtype=np.uint8), 300)  # all but the one that is no number
-    loader.install(loader.prepare(0, Change(Operation.OVERWRITE, None, patterns)))
-    loader.settle()
+    weights.install(weights.prepare(0, Change(Operation.OVERWRITE, None, patterns)))
+    loader.finalize()
     expected = torch.from_numpy(patterns).view(torch.float8_e8m0fnu).to(torch.float32)
     assert torch.equal(engine.w.view(torch.int32), expected.view(torch.int32))
 

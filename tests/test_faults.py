@@ -17,6 +17,7 @@ import pytest
 import torch
 from simulation import hooks
 from simulation.switches import callers
+from support.loaders import Through
 from support.refits import FAST, Rollout, Weights, empty_like, publish, require_equal, running, said, set_bits, state
 
 import dcr
@@ -375,19 +376,17 @@ async def test_an_error_of_the_user_leaves_the_ends_as_it_is(tmp_path: Path, tra
             raise ZeroDivisionError
 
 
-class Breaking:
+class Breaking(Through):
     """A loader that fails while it writes: at the n-th frame, and while it undoes, if asked."""
 
     def __init__(self, module: torch.nn.Module, *, at: int, times: int = 1, undo: bool = True) -> None:
-        self._loader = dcr.loader("module", module)
+        super().__init__(dcr.loader("module", module))
         self._at, self._times, self._undo = at, times, undo
         self._frames = 0
-        for name in ("bind", "epoch", "prepare", "settle", "digest"):
-            setattr(self, name, getattr(self._loader, name))
 
     def install(self, ready: Any) -> None:
         self._frames += 1
-        self._loader.install(ready)
+        super().install(ready)
         if self._frames > self._at and self._times:
             self._frames, self._times = 0, self._times - 1
             raise ReadBackError("a test says that memory did not keep its bits")
@@ -396,7 +395,7 @@ class Breaking:
         if not self._undo:
             self._undo = True
             raise ReadBackError("a test says that the undo failed")
-        self._loader.undo(ready)
+        super().undo(ready)
 
 
 @pytest.mark.parametrize("at", range(4))
@@ -584,30 +583,28 @@ async def test_an_error_of_a_version_that_nobody_asked_about_is_told_by_the_next
         assert report.version == 3
 
 
-class Slow:
+class Slow(Through):
     """A loader that waits, in its thread, before it writes."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._loader = dcr.loader("module", module)
-        for name in ("bind", "epoch", "prepare", "settle", "digest", "undo"):
-            setattr(self, name, getattr(self._loader, name))
+        super().__init__(dcr.loader("module", module))
 
     def install(self, ready: Any) -> None:
         threading.Event().wait(0.2)
-        self._loader.install(ready)
+        super().install(ready)
 
 
-class Moving:
+class Moving(Through):
     """A loader whose engine replaces a weight as soon as it is bound."""
 
     def __init__(self, module: Weights) -> None:
-        self._module, self._loader = module, dcr.loader("module", module)
-        for name in ("epoch", "prepare", "settle", "digest", "undo", "install"):
-            setattr(self, name, getattr(self._loader, name))
+        super().__init__(dcr.loader("module", module))
+        self._module = module
 
-    def bind(self, layout: Any) -> None:
-        self._loader.bind(layout)
+    def bind(self, layout: Any) -> Any:
+        bound = super().bind(layout)
         self._module._parameters["w"] = torch.nn.Parameter(self._module.w.detach().clone(), requires_grad=False)
+        return bound
 
 
 async def test_a_weight_that_is_replaced_while_it_is_bound_is_noticed(tmp_path: Path, trainer: Weights) -> None:
@@ -636,19 +633,17 @@ async def test_a_weight_that_has_no_memory_of_its_own_any_more_counts_as_replace
         assert not versions.may_serve
 
 
-class Dying:
+class Dying(Through):
     """A loader that cannot say where weights lie, once it is told so."""
 
     def __init__(self, module: Weights) -> None:
-        self._loader = dcr.loader("module", module)
+        super().__init__(dcr.loader("module", module))
         self.dead = False
-        for name in ("bind", "prepare", "settle", "digest", "undo", "install"):
-            setattr(self, name, getattr(self._loader, name))
 
-    def epoch(self) -> bytes:
+    def fingerprint(self) -> bytes:
         if self.dead:
             raise RankError("rank 1 is gone")
-        return self._loader.epoch()
+        return super().fingerprint()
 
 
 async def test_whoever_installs_learns_what_ended_the_subscriber(tmp_path: Path, trainer: Weights) -> None:

@@ -75,7 +75,7 @@ def test_a_bare_module_is_no_loader() -> None:
 def test_what_lacks_a_member_of_the_protocol_is_refused_with_what_it_lacks() -> None:
     with pytest.raises(TypeError, match="found str, which has no schema, shards, residual, storages"):
         dcr.publisher("local:///nowhere", source="model")
-    with pytest.raises(TypeError, match="expected a loader, found ModuleSource, which has no bind, epoch, prepare"):
+    with pytest.raises(TypeError, match="found ModuleSource, which has no bind, fingerprint, finalize"):
         dcr.subscriber("local:///nowhere", loader=dcr.source(Net()), member="a")
 
 

@@ -86,10 +86,10 @@ def test_what_is_waived_may_be_of_any_kind_and_is_not_touched(kind: str) -> None
     trainer, engine = nn.Linear(2, 2), holding(make())
     layout = layout_of(trainer)
     loader = ModuleLoader(engine, waive=["odd"])
-    loader.bind(layout)
-    before = loader.epoch()
-    loader.install(loader.prepare(0, Change(Operation.OVERWRITE, None, np.arange(6, dtype=np.uint32))))
-    assert loader.epoch() == before
+    weights = loader.bind(layout)
+    before = loader.fingerprint()
+    weights.install(weights.prepare(0, Change(Operation.OVERWRITE, None, np.arange(6, dtype=np.uint32))))
+    assert loader.fingerprint() == before
     held = {name: value.detach().reshape(-1).view(torch.int32).tolist() for name, value in engine.named_parameters()}
     assert held == {"weight": [0, 1, 2, 3], "bias": [4, 5]}
     NativeLoader(Copying(holding(make())), waive=["odd"]).bind(Layout(Schema(PLAIN), ()))
@@ -100,12 +100,12 @@ def test_a_loader_leaves_storages_as_free_to_be_resized_as_they_were(kind: str) 
     """What frees weights by resizing (FSDP1, offloading) goes on as before, also once a version was installed."""
     model = nn.Linear(2, 2)
     loader: Any = ModuleLoader(model) if kind == "module" else NativeLoader(Copying(model))
-    loader.bind(layout_of(nn.Linear(2, 2)))
-    loader.digest()
-    ready = loader.prepare(0, Change(Operation.OVERWRITE, None, np.arange(6, dtype=np.uint32)))
-    loader.install(ready)
-    loader.undo(ready)
-    loader.settle()
+    weights = loader.bind(layout_of(nn.Linear(2, 2)))
+    weights.digest()
+    ready = weights.prepare(0, Change(Operation.OVERWRITE, None, np.arange(6, dtype=np.uint32)))
+    weights.install(ready)
+    weights.undo(ready)
+    loader.finalize()
     for tensor in model.parameters():
         assert tensor.untyped_storage().resizable()
 

@@ -38,7 +38,7 @@ class Bind(msgspec.Struct, frozen=True, tag="bind"):
     pass
 
 
-class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
+class Fingerprint(msgspec.Struct, frozen=True, tag="fingerprint"):
     pass
 
 
@@ -72,11 +72,11 @@ class Undo(msgspec.Struct, frozen=True, tag="undo"):
     ticket: int
 
 
-class Settle(msgspec.Struct, frozen=True, tag="settle"):
+class Finalize(msgspec.Struct, frozen=True, tag="finalize"):
     pass
 
 
-Request = Bind | Epoch | Mark | Awake | Digest | Prepare | Install | Undo | Settle
+Request = Bind | Fingerprint | Mark | Awake | Digest | Prepare | Install | Undo | Finalize
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Parts(msgspec.Struct, frozen=True, tag="parts"):
-    """What `bind` returned."""
+    """The parts of the weights that `bind` returned."""
 
     regions: tuple[Region, ...]
 

@@ -28,7 +28,7 @@ from dcr.layout.frames import Layout, Region
 from dcr.layout.schema import patterns
 from dcr.layout.views import UNSIGNED, Lanes
 from dcr.memory.placement import Place, Placement
-from dcr.seams import Batching, RankLoader, RankReady, Watching
+from dcr.seams import Batching, Loader, RankReady, RankWeights, Watching
 
 Result = TypeVar("Result")
 
@@ -77,7 +77,7 @@ class _Parts:
 
 
 class Ranks:
-    """The ranks of one member, in order, as one loader; all are called at once, each by one thread at a time.
+    """The loaders of a member's ranks, in order, as one; all are called at once, each by one thread at a time.
 
     waive: patterns (as in fnmatch) of published names that no rank need hold. Such tensors are kept here, beside the
     engine, in canonical form.
@@ -86,33 +86,36 @@ class Ranks:
         StateError: there are none.
     """
 
-    def __init__(self, ranks: Sequence[RankLoader[Any]], *, waive: Sequence[str] = ()) -> None:
+    def __init__(self, ranks: Sequence[Loader], *, waive: Sequence[str] = ()) -> None:
         if not ranks:
             raise StateError("a member has at least one rank; none was given")
-        self._given = tuple(ranks)
-        self._ranks: tuple[RankLoader[Any], ...] = self._given
+        self._ranks = tuple(ranks)
         self._waive = patterns(waive)
-        self._pool = ThreadPoolExecutor(len(ranks) + 1, thread_name_prefix="dcr-rank")
-        self._bound: _Parts | None = None
+        self._at_once = _AtOnce(len(ranks))
 
-    def bind(self, layout: Layout) -> None:
+    def bind(self, layout: Layout) -> JointWeights:
         """See `dcr.seams.Loader.bind`.
 
         Raises:
             SchemaError: no rank holds any of a tensor, and it is not waived.
             LayoutError: what the ranks hold is not every element of the model once, or as equal regions.
         """
-        held = self._each_number(lambda r: self._given[r].bind(layout), range(len(self._given)))
-        there = {part.tensor for parts in held for part in parts}
+        held: list[Any] = self._each(lambda rank: rank.bind(layout))
+        there = {part.tensor for weights in held for part in weights.parts}
         absent = [t for t, spec in enumerate(layout.schema.tensors) if spec.numel and t not in there]
-        spares = [_Spare(layout, absent)] if absent else []
-        bound = _parts(layout, [*held, *(spare.parts for spare in spares)])
+        if absent:
+            held.append(_spare(layout, absent))
+        parts = _parts(layout, [weights.parts for weights in held])
         self._require_waived(layout, absent)
-        self._ranks, self._bound = (*self._given, *spares), bound
+        return JointWeights(held, parts, self._at_once)
 
-    def epoch(self) -> bytes:
-        """See `dcr.seams.Loader.epoch`."""
-        return _together(self._each(lambda rank: rank.epoch()))
+    def fingerprint(self) -> bytes:
+        """See `dcr.seams.Loader.fingerprint`."""
+        return _together(self._each(lambda rank: rank.fingerprint()))
+
+    def finalize(self) -> None:
+        """See `dcr.seams.Loader.finalize`."""
+        self._each(lambda rank: rank.finalize())
 
     def mark(self) -> bytes:
         """See `dcr.seams.Watching.mark`: of all ranks that see what others do to them."""
@@ -121,48 +124,6 @@ class Ranks:
     def require_awake(self) -> None:
         """See `dcr.seams.Watching.require_awake`."""
         self._each(lambda rank: rank.require_awake() if isinstance(rank, Watching) else None)
-
-    def prepare(self, frame: int, change: Change) -> Joint:
-        """See `dcr.seams.Loader.prepare`."""
-        parts = self._parts
-        holders = parts.holders[frame]
-        readies = self._each(lambda rank: rank.prepare(frame, change), holders)
-        numbers = [parts.of_rank[r][list(ready.parts)] for r, ready in zip(holders, readies, strict=True)]
-        sums = [np.hstack([ready.old_sums, ready.new_sums]) for ready in readies]
-        lanes, same = summed(parts, parts.tensors[frame], numbers, sums)
-        agree = same and all(ready.copies_agree for ready in readies)
-        return Joint(frame, tuple(zip(holders, readies, strict=True)), lanes[:, :2], lanes[:, 2:], agree)
-
-    def install(self, ready: Joint) -> None:
-        """See `dcr.seams.Loader.install`; all ranks have ended when it returns or raises."""
-        shares = dict(ready.shares)
-        self._each_number(lambda r: self._ranks[r].install(shares[r]), shares)
-
-    def install_all(self, readies: Sequence[Joint]) -> None:
-        """See `dcr.seams.Batching.install_all`; all ranks have ended when it returns or raises."""
-        shares: dict[int, list[RankReady]] = defaultdict(list)
-        for ready in readies:
-            for rank, share in ready.shares:
-                shares[rank].append(share)
-        self._each_number(lambda r: _install(self._ranks[r], shares[r]), shares)
-
-    def undo(self, ready: Joint) -> None:
-        """See `dcr.seams.Loader.undo`; every rank is undone, also when one fails."""
-        shares = dict(ready.shares)
-        self._each_number(lambda r: self._ranks[r].undo(shares[r]), shares)
-
-    def settle(self) -> None:
-        """See `dcr.seams.Loader.settle`."""
-        self._each(lambda rank: rank.settle())
-
-    def digest(self) -> Lanes:
-        """See `dcr.seams.Loader.digest`."""
-        parts = self._parts
-        every = np.arange(len(parts.layout.schema.tensors))
-        lanes, same = summed(parts, every, parts.of_rank, self._each(lambda rank: rank.digest()))
-        if not same:
-            raise DigestMismatch("two ranks hold other bits of the same part of a tensor; seed this member anew")
-        return lanes
 
     def _require_waived(self, layout: Layout, absent: Sequence[int]) -> None:
         names = [layout.schema.tensors[tensor].name for tensor in absent]
@@ -174,58 +135,92 @@ class Ranks:
                 "has moved their weights out of its parameters, and has to be told to leave them (docs/engines.md)"
             )
 
-    @property
-    def _parts(self) -> _Parts:
-        if self._bound is None:
-            raise StateError("the ranks are not bound to a layout yet; call bind first")
-        return self._bound
+    def _each(self, call: Callable[[Loader], Result]) -> list[Result]:
+        return self._at_once.each(lambda r: call(self._ranks[r]), range(len(self._ranks)))
 
-    def _each(self, call: Callable[[RankLoader[Any]], Result], which: Iterable[int] | None = None) -> list[Result]:
-        return self._each_number(lambda r: call(self._ranks[r]), range(len(self._ranks)) if which is None else which)
 
-    def _each_number(self, call: Callable[[int], Result], which: Iterable[int]) -> list[Result]:
+class JointWeights:
+    """The weights of all ranks of a member, bound to one layout; see `dcr.seams.LiveWeights`."""
+
+    def __init__(self, ranks: Sequence[RankWeights[Any]], parts: _Parts, at_once: _AtOnce) -> None:
+        self._ranks = tuple(ranks)
+        self._parts = parts
+        self._at_once = at_once
+
+    def prepare(self, frame: int, change: Change) -> Joint:
+        """See `dcr.seams.LiveWeights.prepare`."""
+        parts = self._parts
+        holders = parts.holders[frame]
+        readies: list[RankReady] = self._at_once.each(lambda r: self._ranks[r].prepare(frame, change), holders)
+        numbers = [parts.of_rank[r][list(ready.parts)] for r, ready in zip(holders, readies, strict=True)]
+        sums = [np.hstack([ready.old_sums, ready.new_sums]) for ready in readies]
+        lanes, same = summed(parts, parts.tensors[frame], numbers, sums)
+        agree = same and all(ready.copies_agree for ready in readies)
+        return Joint(frame, tuple(zip(holders, readies, strict=True)), lanes[:, :2], lanes[:, 2:], agree)
+
+    def install(self, ready: Joint) -> None:
+        """See `dcr.seams.LiveWeights.install`; all ranks have ended when it returns or raises."""
+        shares = dict(ready.shares)
+        self._at_once.each(lambda r: self._ranks[r].install(shares[r]), shares)
+
+    def install_all(self, readies: Sequence[Joint]) -> None:
+        """See `dcr.seams.Batching.install_all`; all ranks have ended when it returns or raises."""
+        shares: dict[int, list[RankReady]] = defaultdict(list)
+        for ready in readies:
+            for rank, share in ready.shares:
+                shares[rank].append(share)
+        self._at_once.each(lambda r: _install(self._ranks[r], shares[r]), shares)
+
+    def undo(self, ready: Joint) -> None:
+        """See `dcr.seams.LiveWeights.undo`; every rank is undone, also when one fails."""
+        shares = dict(ready.shares)
+        self._at_once.each(lambda r: self._ranks[r].undo(shares[r]), shares)
+
+    def digest(self) -> Lanes:
+        """See `dcr.seams.LiveWeights.digest`."""
+        parts, count = self._parts, len(self._ranks)
+        every = np.arange(len(parts.layout.schema.tensors))
+        sums = self._at_once.each(lambda r: self._ranks[r].digest(), range(count))
+        lanes, same = summed(parts, every, parts.of_rank, sums)
+        if not same:
+            raise DigestMismatch("two ranks hold other bits of the same part of a tensor; seed this member anew")
+        return lanes
+
+
+class _AtOnce:
+    """Threads that call the ranks of a member, and what is kept beside them, all at once."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._pool = ThreadPoolExecutor(ranks + 1, thread_name_prefix="dcr-rank")
+
+    def each(self, call: Callable[[int], Result], which: Iterable[int]) -> list[Result]:
         """Call some ranks at once and wait for all of them; the first error, with the others named in notes."""
         futures = [(r, self._pool.submit(call, r)) for r in which]
         errors = [(r, error) for r, future in futures if (error := future.exception()) is not None]
         if errors:
             for r, error in errors:
-                errors[0][1].add_note(f"rank {r} of {len(self._ranks)}: {type(error).__name__}: {error}")
+                errors[0][1].add_note(f"rank {r} of {self._ranks}: {type(error).__name__}: {error}")
             raise errors[0][1]
         return [future.result() for _, future in futures]
 
 
-class _Spare:
-    """What no rank of the engine holds, as one more rank; see `dcr.seams.RankLoader`."""
-
-    def __init__(self, layout: Layout, tensors: Sequence[int]) -> None:
-        specs = [layout.schema.tensors[tensor] for tensor in tensors]
-        storages = [np.zeros(spec.numel, UNSIGNED[spec.width]) for spec in specs]
-        places = [
-            Place(tensor, storage, Box(0, 0, (Dim(spec.numel, 1, 1),)))
-            for storage, (tensor, spec) in enumerate(zip(tensors, specs, strict=True))
-        ]
-        self._placement = Placement(layout, storages, places, partial=True)
-        self.parts = self._placement.parts
-        self.prepare, self.install = self._placement.prepare, self._placement.install
-        self.undo, self.digest = self._placement.undo, self._placement.digest
-
-    def bind(self, layout: Layout) -> Sequence[Region]:  # noqa: ARG002
-        """Bound as it was made."""
-        return self.parts
-
-    def epoch(self) -> bytes:
-        """Nobody else can move this memory."""
-        return b""
-
-    def settle(self) -> None:
-        """Nothing is made of these tensors."""
+def _spare(layout: Layout, tensors: Sequence[int]) -> Placement:
+    """What no rank of the engine holds, as the weights of one more rank: nobody else can move this memory."""
+    specs = [layout.schema.tensors[tensor] for tensor in tensors]
+    storages = [np.zeros(spec.numel, UNSIGNED[spec.width]) for spec in specs]
+    places = [
+        Place(tensor, storage, Box(0, 0, (Dim(spec.numel, 1, 1),)))
+        for storage, (tensor, spec) in enumerate(zip(tensors, specs, strict=True))
+    ]
+    return Placement(layout, storages, places, partial=True)
 
 
 def _together(marks: Sequence[bytes]) -> bytes:
     return hashlib.blake2b(b"".join(marks), digest_size=16).digest()
 
 
-def _install(rank: RankLoader[Any], shares: Sequence[RankReady]) -> None:
+def _install(rank: RankWeights[Any], shares: Sequence[RankReady]) -> None:
     if isinstance(rank, Batching):
         rank.install_all(shares)
         return

@@ -17,15 +17,13 @@ from typing import Any, Literal
 import anyio.from_thread
 import anyio.to_thread
 
-from dcr.codecs.patch import Change
 from dcr.engines import workers
-from dcr.engines.ranks import Joint, Ranks
+from dcr.engines.ranks import JointWeights, Ranks
 from dcr.engines.vllm_pause import Pause
 from dcr.engines.workers import Worker
 from dcr.errors import Poisoned, StateError
 from dcr.layout.frames import Layout
 from dcr.layout.schema import patterns
-from dcr.layout.views import Lanes
 from dcr.subscribe.version import Version
 
 ASLEEP_POLL_S = 0.1
@@ -133,21 +131,24 @@ class VllmLoader:
 
     # ------------------------------------------------------------------ as a loader
 
-    def bind(self, layout: Layout) -> None:
+    def bind(self, layout: Layout) -> JointWeights:
         """See `dcr.seams.Loader.bind`; the engine is paused meanwhile, since its loader is tried out."""
         if self._updating:
-            self._bound.bind(layout)
-            return
+            return self._bound.bind(layout)
         self._bound.require_awake()
         anyio.from_thread.run(self._pause.begin)
         try:
-            self._bound.bind(layout)
+            return self._bound.bind(layout)
         finally:
             anyio.from_thread.run(self._pause.end)
 
-    def epoch(self) -> bytes:
-        """See `dcr.seams.Loader.epoch`."""
-        return self._bound.epoch()
+    def fingerprint(self) -> bytes:
+        """See `dcr.seams.Loader.fingerprint`."""
+        return self._bound.fingerprint()
+
+    def finalize(self) -> None:
+        """See `dcr.seams.Loader.finalize`."""
+        self._bound.finalize()
 
     def mark(self) -> bytes:
         """See `dcr.seams.Watching.mark`."""
@@ -162,30 +163,6 @@ class VllmLoader:
         self._shown = str(version)
         if not self._updating:
             anyio.from_thread.run(self._show)
-
-    def prepare(self, frame: int, change: Change) -> Joint:
-        """See `dcr.seams.Loader.prepare`."""
-        return self._bound.prepare(frame, change)
-
-    def install(self, ready: Joint) -> None:
-        """See `dcr.seams.Loader.install`."""
-        self._bound.install(ready)
-
-    def install_all(self, readies: Sequence[Joint]) -> None:
-        """See `dcr.seams.Batching.install_all`."""
-        self._bound.install_all(readies)
-
-    def undo(self, ready: Joint) -> None:
-        """See `dcr.seams.Loader.undo`."""
-        self._bound.undo(ready)
-
-    def settle(self) -> None:
-        """See `dcr.seams.Loader.settle`."""
-        self._bound.settle()
-
-    def digest(self) -> Lanes:
-        """See `dcr.seams.Loader.digest`."""
-        return self._bound.digest()
 
     @property
     def _bound(self) -> Ranks:

@@ -33,11 +33,11 @@ from vllm.model_executor.model_loader.utils import device_loading_context
 from dcr.engines import workers
 from dcr.engines.vllm_watch import Watch
 from dcr.errors import SchemaError, StateError
-from dcr.layout.frames import Layout, Region
+from dcr.layout.frames import Layout
 from dcr.loaders.copies import warn_of_frozen_graphs
 from dcr.loaders.engine import Pairs
-from dcr.loaders.native import NativeRank
-from dcr.loaders.session import Session
+from dcr.loaders.native import NativeLoader
+from dcr.loaders.session import Guarded, Session
 from dcr.sources.homes import modules_of
 
 MARK = "_already_called_process_weights_after_loading"  # of a layer whose step ran, and will not run again
@@ -144,20 +144,21 @@ class VllmEngine:
             yield
 
 
-class VllmRank:
-    """One vLLM worker as a `dcr.seams.RankLoader` that watches (`dcr.seams.Watching`)."""
+class VllmRank(NativeLoader):
+    """The loader of one vLLM worker, which sees sleeps and reloads (`dcr.seams.Watching`), behind a session."""
 
-    def __init__(self, engine: VllmEngine, config: Any, watch: Watch, *, waive: Sequence[str]) -> None:
-        self._rank = rank = NativeRank(engine, waive=(*OWN, *waive))
+    def __init__(
+        self, engine: VllmEngine, config: Any, watch: Watch, session: Session, *, waive: Sequence[str]
+    ) -> None:
+        super().__init__(engine, waive=(*OWN, *waive), partial=True)
         self._config = config
         self._watch = watch
-        self._waive = waive
-        self.epoch, self.prepare, self.install = rank.epoch, rank.prepare, rank.install
-        self.undo, self.settle, self.digest = rank.undo, rank.settle, rank.digest
+        self._session = session
+        self._draft_waive = waive
         self.require_awake = watch.require_awake
 
-    def bind(self, layout: Layout) -> Sequence[Region]:
-        """See `dcr.seams.RankLoader.bind`.
+    def bind(self, layout: Layout) -> Guarded:
+        """See `dcr.seams.Loader.bind`.
 
         Raises:
             StateError: the engine sleeps, or moves its experts about. SchemaError: a draft model would stay behind.
@@ -170,7 +171,11 @@ class VllmRank:
             )
         self._require_followed()
         warn_of_frozen_graphs(self._config.compilation_config)
-        return self._rank.bind(layout)
+        return Guarded(super().bind(layout), self._session)
+
+    def finalize(self) -> None:
+        """See `dcr.seams.Loader.finalize`."""
+        self._session.finalize(super().finalize)
 
     def mark(self) -> bytes:
         """See `dcr.seams.Watching.mark`."""
@@ -187,7 +192,7 @@ class VllmRank:
             for name, parameter in draft.named_parameters()
             if parameter.untyped_storage().data_ptr() not in own
         ]
-        names = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in self._waive)]
+        names = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in self._draft_waive)]
         if names:
             raise SchemaError(
                 f"{names[0]} and {len(names) - 1} other weights of the {type(draft).__name__} that drafts for "
@@ -228,12 +233,12 @@ class Transfer(WeightTransferEngine):  # type: ignore[misc]
         """Connect to the member's process, and serve it until it closes."""
         self.shutdown()
         engine = VllmEngine(self.model, self.vllm_config, self.device)
-        rank = VllmRank(engine, self.vllm_config, self._watch, waive=init_info.waive)
-        self._session = Session(rank, self.model)
+        self._session = Session(self.model)
+        rank = VllmRank(engine, self.vllm_config, self._watch, self._session, waive=init_info.waive)
         self._connection = workers.connect(init_info.address)
         group = get_world_group()
         told = {"key": bytes.fromhex(init_info.key), "rank": group.rank_in_group, "world": group.world_size}
-        serving = (self._connection, self._session)
+        serving = (self._connection, rank)
         threading.Thread(target=workers.serve, args=serving, kwargs=told, name="dcr-rank", daemon=True).start()
 
     def start_weight_update(self) -> None:
@@ -242,7 +247,7 @@ class Transfer(WeightTransferEngine):  # type: ignore[misc]
         Raises:
             StateError: the engine sleeps.
         """
-        self._joined.require_awake()
+        self._watch.require_awake()
         self._joined.open()
 
     def finish_weight_update(self) -> None:

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: a socket to each worker, and the verbs of `dcr.seams.RankLoader` over it.
+"""Ranks in processes of their own: a socket to each worker, over which its loader and its weights are called.
 
     K  changed elements of a frame      P  parts of a rank
 
@@ -16,7 +16,7 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
@@ -34,28 +34,30 @@ from dcr.engines.calls import (
     Call,
     Digest,
     Done,
-    Epoch,
     Failed,
+    Finalize,
+    Fingerprint,
     Hello,
     Install,
     Mark,
     Parts,
     Prepare,
     Request,
-    Settle,
     Shared,
     Undo,
     octets,
     receive,
     send,
 )
-from dcr.errors import LocalError, RankError, WireError
+from dcr.errors import LocalError, RankError, StateError, WireError
 from dcr.layout import frames
 from dcr.layout.frames import Layout, Region
 from dcr.layout.views import UNSIGNED, Lanes
 from dcr.protocol import digest
-from dcr.seams import RankLoader, RankReady, Watching
+from dcr.seams import Loader, RankReady, RankWeights, Watching
 from dcr.seams.required import SECONDS, WHOLE, judge
+
+_TICKETS = itertools.count()  # unique in this process: weights that are bound anew never name what is still kept
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -77,7 +79,7 @@ class Share:
 
 
 class Worker:
-    """A rank that lies behind a socket, as a `dcr.seams.RankLoader`. It closes the socket.
+    """The loader of a rank that lies behind a socket; see `dcr.seams.Loader`. It closes the socket.
 
     Raises:
         RankError: by every call, if the worker is gone, does not answer within timeout_s, or failed in a way that is
@@ -90,19 +92,22 @@ class Worker:
         self._connection = connection
         self._rank = rank
         self._lock = threading.Lock()  # while a member is seeded, frames are prepared beside those that are written
-        self._tickets = itertools.count()
         self._let_go: deque[int] = deque()
 
-    def bind(self, layout: Layout) -> Sequence[Region]:
-        """See `dcr.seams.RankLoader.bind`."""
+    def bind(self, layout: Layout) -> RemoteWeights:
+        """See `dcr.seams.Loader.bind`."""
         answer, _ = self._call(Bind(), frames.encode(layout))
         assert isinstance(answer, Parts)
-        return answer.regions
+        return RemoteWeights(answer.regions, self._call, self._let_go)
 
-    def epoch(self) -> bytes:
-        """See `dcr.seams.Loader.epoch`."""
-        _, body = self._call(Epoch())
+    def fingerprint(self) -> bytes:
+        """See `dcr.seams.Loader.fingerprint`."""
+        _, body = self._call(Fingerprint())
         return bytes(body)
+
+    def finalize(self) -> None:
+        """See `dcr.seams.Loader.finalize`."""
+        self._call(Finalize())
 
     def mark(self) -> bytes:
         """See `dcr.seams.Watching.mark`."""
@@ -112,40 +117,6 @@ class Worker:
     def require_awake(self) -> None:
         """See `dcr.seams.Watching.require_awake`."""
         self._call(Awake())
-
-    def prepare(self, frame: int, change: Change) -> Share:
-        """See `dcr.seams.RankLoader.prepare`."""
-        ticket, positions = next(self._tickets), change.positions
-        count = None if positions is None else len(positions)
-        request = Prepare(ticket, frame, change.operation, change.values.itemsize, count)
-        body = [] if positions is None else [octets(positions)]
-        answer, sums = self._call(request, *body, octets(change.values))
-        assert isinstance(answer, Shared)
-        old, new = np.split(digest.unpack(sums), 2)
-        share = Share(ticket, frame, answer.parts, answer.changed, answer.nbytes, old, new, answer.copies_agree)
-        weakref.finalize(share, self._let_go.append, ticket).atexit = False
-        return share
-
-    def install(self, ready: Share) -> None:
-        """See `dcr.seams.Loader.install`."""
-        self.install_all([ready])
-
-    def install_all(self, readies: Sequence[Share]) -> None:
-        """See `dcr.seams.Batching.install_all`."""
-        self._call(Install(tuple(ready.ticket for ready in readies)))
-
-    def undo(self, ready: Share) -> None:
-        """See `dcr.seams.Loader.undo`."""
-        self._call(Undo(ready.ticket))
-
-    def settle(self) -> None:
-        """See `dcr.seams.Loader.settle`."""
-        self._call(Settle())
-
-    def digest(self) -> Lanes:
-        """See `dcr.seams.RankLoader.digest`."""
-        _, body = self._call(Digest())
-        return digest.unpack(body)
 
     def close(self) -> None:
         """Let the worker go; it stops serving."""
@@ -164,6 +135,50 @@ class Worker:
         if isinstance(answer, Failed):
             raise errors.of_rank(self._rank, answer.kind, answer.message)
         return answer, data
+
+
+class RemoteWeights:
+    """The weights of a rank that lies behind a socket; see `dcr.seams.RankWeights`.
+
+    ask: sends a request and returns its answer. let_go: takes the tickets of what need not be kept there any more.
+    """
+
+    def __init__(
+        self, parts: Sequence[Region], ask: Callable[..., tuple[Answer, memoryview]], let_go: deque[int]
+    ) -> None:
+        self.parts = parts
+        self._ask = ask
+        self._let_go = let_go
+
+    def prepare(self, frame: int, change: Change) -> Share:
+        """See `dcr.seams.LiveWeights.prepare`."""
+        ticket, positions = next(_TICKETS), change.positions
+        count = None if positions is None else len(positions)
+        request = Prepare(ticket, frame, change.operation, change.values.itemsize, count)
+        body = [] if positions is None else [octets(positions)]
+        answer, sums = self._ask(request, *body, octets(change.values))
+        assert isinstance(answer, Shared)
+        old, new = np.split(digest.unpack(sums), 2)
+        share = Share(ticket, frame, answer.parts, answer.changed, answer.nbytes, old, new, answer.copies_agree)
+        weakref.finalize(share, self._let_go.append, ticket).atexit = False
+        return share
+
+    def install(self, ready: Share) -> None:
+        """See `dcr.seams.LiveWeights.install`."""
+        self.install_all([ready])
+
+    def install_all(self, readies: Sequence[Share]) -> None:
+        """See `dcr.seams.Batching.install_all`."""
+        self._ask(Install(tuple(ready.ticket for ready in readies)))
+
+    def undo(self, ready: Share) -> None:
+        """See `dcr.seams.LiveWeights.undo`."""
+        self._ask(Undo(ready.ticket))
+
+    def digest(self) -> Lanes:
+        """See `dcr.seams.RankWeights`."""
+        _, body = self._ask(Digest())
+        return digest.unpack(body)
 
 
 @contextmanager
@@ -272,62 +287,85 @@ def accept(
     return [Worker(connected[rank], rank=rank, timeout_s=answer_s) for rank in range(world)]
 
 
-def serve(connection: socket.socket, loader: RankLoader[Any], *, key: bytes, rank: int, world: int) -> None:
+def serve(connection: socket.socket, loader: Loader, *, key: bytes, rank: int, world: int) -> None:
     """Serve one rank until the connection is closed; runs in a thread of the worker.
 
     Raises:
         WireError: what came is not a request.
     """
-    readies: dict[int, RankReady] = {}
+    served = _Served(loader)
     with connection:
         send(connection, Hello(key, rank, world))
         while True:
             try:
                 call, body = receive(connection, Call)
-                for ticket in call.forget:
-                    readies.pop(ticket, None)
-                send(connection, *_answer(call.request, body, loader, readies))
+                served.forget(call.forget)
+                send(connection, *served.answer(call.request, body))
             except OSError:
                 return
 
 
-def _answer(
-    request: Request, body: memoryview, loader: RankLoader[Any], readies: dict[int, RankReady]
-) -> tuple[Answer, bytes]:
-    try:
-        return _done(request, body, loader, readies)
-    except Exception as error:  # told to the caller, who decides what follows from it
-        return Failed(type(error).__name__, str(error)), b""
+class _Served:
+    """A loader, the weights that it has bound, and what of them is ready, by ticket."""
 
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._weights: RankWeights[Any] | None = None
+        self._readies: dict[int, RankReady] = {}
 
-def _done(
-    request: Request, body: memoryview, loader: RankLoader[Any], readies: dict[int, RankReady]
-) -> tuple[Answer, bytes]:
-    match request:
-        case Bind():
-            return Parts(tuple(loader.bind(frames.decode(body)))), b""
-        case Epoch():
-            return Done(), loader.epoch()
-        case Mark():
-            return Done(), loader.mark() if isinstance(loader, Watching) else b""
-        case Awake():
-            if isinstance(loader, Watching):
-                loader.require_awake()
-        case Digest():
-            return Done(), digest.pack(loader.digest())
-        case Prepare(ticket=ticket, frame=frame):
-            ready: RankReady = loader.prepare(frame, _change(request, body))
-            readies[ticket] = ready
-            sums = digest.pack(ready.old_sums) + digest.pack(ready.new_sums)
-            return Shared(tuple(ready.parts), ready.changed, ready.nbytes, ready.copies_agree), sums
-        case Install(tickets=tickets):
-            for ticket in tickets:
-                loader.install(readies[ticket])
-        case Undo(ticket=ticket):
-            loader.undo(readies[ticket])
-        case Settle():
-            loader.settle()
-    return Done(), b""
+    def forget(self, tickets: Sequence[int]) -> None:
+        """Let go of what was ready under some tickets."""
+        for ticket in tickets:
+            self._readies.pop(ticket, None)
+
+    def answer(self, request: Request, body: memoryview) -> tuple[Answer, bytes]:
+        """Do what is asked; what went wrong is an answer, too: the caller decides what follows from it."""
+        try:
+            if isinstance(request, Bind | Fingerprint | Finalize | Mark | Awake):
+                return self._of_loader(request, body)
+            if self._weights is None:
+                raise StateError("the rank is not bound to a layout yet; call bind first")
+            return self._of_weights(self._weights, request, body)
+        except Exception as error:
+            return Failed(type(error).__name__, str(error)), b""
+
+    def _of_loader(
+        self, request: Bind | Fingerprint | Finalize | Mark | Awake, body: memoryview
+    ) -> tuple[Answer, bytes]:
+        watching = self._loader if isinstance(self._loader, Watching) else None
+        match request:
+            case Bind():
+                weights: Any = self._loader.bind(frames.decode(body))
+                self._weights = weights
+                return Parts(tuple(weights.parts)), b""
+            case Fingerprint():
+                return Done(), self._loader.fingerprint()
+            case Mark():
+                return Done(), watching.mark() if watching is not None else b""
+            case Finalize():
+                self._loader.finalize()
+            case Awake():
+                if watching is not None:
+                    watching.require_awake()
+        return Done(), b""
+
+    def _of_weights(
+        self, weights: RankWeights[Any], request: Digest | Prepare | Install | Undo, body: memoryview
+    ) -> tuple[Answer, bytes]:
+        match request:
+            case Digest():
+                return Done(), digest.pack(weights.digest())
+            case Prepare(ticket=ticket, frame=frame):
+                ready: RankReady = weights.prepare(frame, _change(request, body))
+                self._readies[ticket] = ready
+                sums = digest.pack(ready.old_sums) + digest.pack(ready.new_sums)
+                return Shared(tuple(ready.parts), ready.changed, ready.nbytes, ready.copies_agree), sums
+            case Install(tickets=tickets):
+                for ticket in tickets:
+                    weights.install(self._readies[ticket])
+            case Undo(ticket=ticket):
+                weights.undo(self._readies[ticket])
+        return Done(), b""
 
 
 def _change(request: Prepare, body: memoryview) -> Change:

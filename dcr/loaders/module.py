@@ -7,15 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from dcr.codecs.patch import Change
-from dcr.errors import SchemaError, StateError
+from dcr.errors import SchemaError
 from dcr.layout.frames import Layout
 from dcr.layout.schema import patterns, waived
-from dcr.layout.views import Bits, Lanes
 from dcr.loaders.copies import warn_of_copies
 from dcr.loaders.writable import extent_of, require_writable
 from dcr.memory.placement import Place, Placement
-from dcr.memory.ready import Ready
 from dcr.probing.tensors import Tied, named, require_module, require_separate, storages_of, tensors_of
 from dcr.sources.homes import Homes
 from dcr.sources.names import hint
@@ -32,15 +29,16 @@ class ModuleLoader:
         TypeError: this is no module, or `waive` is no sequence.
     """
 
+    reads_base = True
+
     def __init__(self, module: torch.nn.Module, *, waive: Sequence[str] = ()) -> None:
         require_module(module)
         self._module = module
         self._waive = patterns(waive)
-        self._placement: Placement | None = None
-        self._look: tuple[Homes, bytes] | None = None  # where weights lay, and the epoch of that
+        self._look: tuple[Homes, bytes] | None = None  # where weights lay, and the fingerprint of that
         self._published: frozenset[str] = frozenset()
 
-    def bind(self, layout: Layout) -> None:
+    def bind(self, layout: Layout) -> Placement:
         """See `dcr.seams.Loader.bind`."""
         published = {name for spec in layout.schema.tensors for name in (spec.name, *spec.aliases)}
         require_named(self._module, self._waive)
@@ -70,47 +68,22 @@ class ModuleLoader:
         self._require_published(tensors, owner)
         require_writable(extent_of(tensors[number].name, storages[index[number]]) for number in owner)
         warn_of_copies(self._module)
-        self._placement = Placement(layout, storages, places)
+        placement = Placement(layout, storages, places)
         self._published = frozenset(published)
+        return placement
 
-    def epoch(self) -> bytes:
-        """See `dcr.seams.Loader.epoch`."""
+    def fingerprint(self) -> bytes:
+        """See `dcr.seams.Loader.fingerprint`."""
         if self._look is not None and self._look[0].are_left():
             return self._look[1]
         noted = Homes(self._module)  # before all is looked at: what moves meanwhile is noticed at the next look
         homes = [(tied.names, tied.home) for tied in tensors_of(self._module, self._waive, self._published)]
-        epoch = hashlib.blake2b(repr(homes).encode(), digest_size=16).digest()
-        self._look = noted, epoch
-        return epoch
+        fingerprint = hashlib.blake2b(repr(homes).encode(), digest_size=16).digest()
+        self._look = noted, fingerprint
+        return fingerprint
 
-    def prepare(self, frame: int, change: Change) -> Ready:
-        """See `dcr.seams.Loader.prepare`."""
-        return self._bound.prepare(frame, change)
-
-    def read(self, frame: int) -> Bits:
-        """See `dcr.seams.Readable.read`."""
-        return self._bound.read(frame)
-
-    def install(self, ready: Ready) -> None:
-        """See `dcr.seams.Loader.install`."""
-        self._bound.install(ready)
-
-    def undo(self, ready: Ready) -> None:
-        """See `dcr.seams.Loader.undo`."""
-        self._bound.undo(ready)
-
-    def settle(self) -> None:
-        """See `dcr.seams.Loader.settle`: nothing here is made of the weights."""
-
-    def digest(self) -> Lanes:
-        """See `dcr.seams.Loader.digest`."""
-        return self._bound.digest()
-
-    @property
-    def _bound(self) -> Placement:
-        if self._placement is None:
-            raise StateError("the loader is not bound to a layout yet; call bind first")
-        return self._placement
+    def finalize(self) -> None:
+        """See `dcr.seams.Loader.finalize`: nothing here is made of the weights."""
 
     def _require_published(self, tensors: Sequence[Tied], owner: dict[int, str]) -> None:
         for number, tied in enumerate(tensors):

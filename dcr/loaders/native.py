@@ -14,7 +14,7 @@ import torch
 from dcr.codecs.patch import Change
 from dcr.errors import SchemaError, StateError
 from dcr.layout.boxes import Box, Dim
-from dcr.layout.frames import Layout, Region
+from dcr.layout.frames import Layout
 from dcr.layout.schema import Schema, TensorSpec, patterns
 from dcr.layout.views import UNSIGNED, Bits, Lanes
 from dcr.loaders.certify import Cast, cast_of, strided
@@ -27,8 +27,8 @@ from dcr.loaders.trial import describe
 from dcr.loaders.writable import extent_of, require_writable
 from dcr.memory.placement import Place, Placement, wanted
 from dcr.memory.ready import Ready
-from dcr.memory.strips import Runs
 from dcr.probing.bits import bits_of, is_lazy
+from dcr.seams import RankWeights
 from dcr.sources.homes import Homes
 from dcr.sources.names import hint
 from dcr.sources.state import require_named
@@ -49,10 +49,9 @@ class NativeLoader:
         self._waive = patterns(waive)
         self._partial = partial
         self._recorded: tuple[bytes, bytes, Record] | None = None
-        self._binding: _Binding | None = None
+        self._weights: NativeWeights | None = None
         self._derived: dict[str, object] = {}
         self._look: _Look | None = None
-        self._undone = False
 
     @property
     def record(self) -> Record:
@@ -62,23 +61,16 @@ class NativeLoader:
         return self._recorded[2]
 
     @property
-    def wanted(self) -> dict[int, Runs]:
-        """The canonical runs [R, 2] (start, count) of each tensor that this rank needs."""
-        return wanted(self._bound.places)
+    def reads_base(self) -> bool:
+        """See `dcr.seams.Readable`: the parts of one rank of several are no frames."""
+        return not self._partial
 
-    @property
-    def parts(self) -> list[Region]:
-        """The regions that this rank holds; its sums are of them if it is one of several."""
-        return self._bound.placement.parts
-
-    # ------------------------------------------------------------------ the seam
-
-    def bind(self, layout: Layout) -> None:
+    def bind(self, layout: Layout) -> RankWeights[Ready]:
         """See `dcr.seams.Loader.bind`. The engine's loader is tried out on stand-ins, unless that is known already."""
         require_named(self._engine.module, self._waive)
         slots = slots_of(self._engine.module, self._waive)
-        epoch = _digest(_fingerprint(self._engine), [(slot.path, _home(slot.tensor)) for slot in slots])
-        known = self._recorded is not None and self._recorded[:2] == (epoch, layout.schema.digest)
+        fingerprint = _digest(_fingerprint(self._engine), [(slot.path, _home(slot.tensor)) for slot in slots])
+        known = self._recorded is not None and self._recorded[:2] == (fingerprint, layout.schema.digest)
         waived = {tensor for tensor, spec in enumerate(layout.schema.tensors) if self._waived(spec.name)}
         found = self.record if known else record(self._engine, layout.schema, waived=waived)
         self._require_taken(layout.schema, found, slots)
@@ -86,66 +78,39 @@ class NativeLoader:
         self._require_published(layout.schema, memories, found)
         warn_of_copies(self._engine.module)
         require_writable(extent_of(memories[index].path, memories[index].live) for index in sorted(_written(found)))
-        self._binding = _Binding(self._engine, layout, memories, found, self._partial)
-        self._recorded = (epoch, layout.schema.digest, found)
+        self._weights = NativeWeights(self._engine, layout, memories, found, self._partial)
+        self._recorded = (fingerprint, layout.schema.digest, found)
         written = [slot for index in _written(found) for slot in memories[index].slots]
         self._derived = {slot.path: _home(slot.tensor) for slot in written if not slot.saved}
         self._look = None
+        return self._weights
 
-    def epoch(self) -> bytes:
-        """See `dcr.seams.Loader.epoch`: parameters, persistent buffers, and what else a load writes.
+    def fingerprint(self) -> bytes:
+        """See `dcr.seams.Loader.fingerprint`: parameters, persistent buffers, and what else a load writes.
 
         Other tensors may move: engines replace buffers of their own as they run.
         """
-        fingerprint, look = _fingerprint(self._engine), self._look
-        if look is not None and look.fingerprint == fingerprint and look.homes.are_left():
-            return look.epoch
+        engine, look = _fingerprint(self._engine), self._look
+        if look is not None and look.engine == engine and look.homes.are_left():
+            return look.fingerprint
         homes = self._homes()  # noted before all is looked at: what moves meanwhile is noticed at the next look
         slots = slots_of(self._engine.module, self._waive)
         now = {slot.path: _home(slot.tensor) for slot in slots}
         saved = [(slot.path, now[slot.path]) for slot in slots if slot.saved]
         moved = [path for path, home in self._derived.items() if now.get(path) != home]
-        epoch = _digest(fingerprint, saved, moved)
-        self._look = _Look(fingerprint, homes, epoch) if homes is not None else None
-        return epoch
+        fingerprint = _digest(engine, saved, moved)
+        self._look = _Look(engine, homes, fingerprint) if homes is not None else None
+        return fingerprint
 
-    def prepare(self, frame: int, change: Change) -> Ready:
-        """See `dcr.seams.Loader.prepare`.
+    def finalize(self) -> None:
+        """See `dcr.seams.Loader.finalize`: modules that have to be loaded are, or get their old bytes back.
 
         Raises:
-            BaseMismatch: a module that the engine loads is not as its last load left it.
+            StateError: nothing is bound.
         """
-        self._bound.reloads.begin()
-        ready = self._bound.placement.prepare(frame, change)
-        self._bound.reloads.check(self._bound.placement.touched(ready))
-        return ready
-
-    def read(self, frame: int) -> Bits:
-        """See `dcr.seams.Readable.read`."""
-        return self._bound.placement.read(frame)
-
-    def install(self, ready: Ready) -> None:
-        """See `dcr.seams.Loader.install`."""
-        self._bound.reloads.wrote(self._bound.placement.touched(ready), undone=False)
-        self._bound.placement.install(ready)
-
-    def undo(self, ready: Ready) -> None:
-        """See `dcr.seams.Loader.undo`."""
-        self._bound.reloads.wrote(self._bound.placement.touched(ready), undone=True)
-        self._bound.placement.undo(ready)
-        self._undone = True
-
-    def settle(self) -> None:
-        """See `dcr.seams.Loader.settle`: modules that have to be loaded are, or get their old bytes back."""
-        self._bound.reloads.settle()
-        if not self._undone:
-            self._bound.reloads.set_constants()
-        self._undone = False
-
-    def digest(self) -> Lanes:
-        """See `dcr.seams.Loader.digest`."""
-        self._bound.reloads.require_known()
-        return self._bound.placement.digest()
+        if self._weights is None:
+            raise StateError("the loader is not bound to a layout yet; call bind first")
+        self._weights.finalize()
 
     def _homes(self) -> Homes | None:
         """Where the weights lie; None if one is in a list or a dict of the engine's, which may become another one."""
@@ -182,24 +147,18 @@ class NativeLoader:
     def _waived(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._waive)
 
-    @property
-    def _bound(self) -> _Binding:
-        if self._binding is None:
-            raise StateError("the loader is not bound to a layout yet; call bind first")
-        return self._binding
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Look:
     """A look at where all weights lie, and what came of it: the same again for as long as nothing has moved."""
 
-    fingerprint: bytes
+    engine: bytes
     homes: Homes
-    epoch: bytes
+    fingerprint: bytes
 
 
-class _Binding:
-    """A record put to use for one layout.
+class NativeWeights(Placement):
+    """An engine rank's weights, placed as its record says, and the modules that its own loader has to load.
 
     shadows: canonical bits of the tensors that the engine does not hold as they are.
     """
@@ -207,9 +166,9 @@ class _Binding:
     def __init__(
         self, engine: Engine, layout: Layout, memories: Sequence[Memory], found: Record, partial: bool
     ) -> None:
-        self.layout, self.memories, self.record = layout, memories, found
+        self._schema = layout.schema
         self.shadows: dict[int, Bits] = {}
-        self.places: list[Place] = []
+        places: list[Place] = []
         storages = [memory.bits(memory.live) for memory in memories]
         homes: dict[int, list[Place]] = defaultdict(list)
         for home in found.homes:
@@ -218,18 +177,53 @@ class _Binding:
         for tensor, (spec, verdict) in enumerate(zip(layout.schema.tensors, found.verdicts, strict=True)):
             if verdict.kind in SHADOWED or (verdict.kind is Kind.SKIP and not partial):
                 self.shadows[tensor] = np.zeros(spec.numel, UNSIGNED[spec.width])
-                self.places += _shadow_places(tensor, spec, len(storages), homes[tensor])
+                places += _shadow_places(tensor, spec, len(storages), homes[tensor])
                 storages.append(self.shadows[tensor])
-            self.places += homes[tensor]
-        self.placement = Placement(layout, storages, self.places, partial=partial)
-        self.reloads = Reloads(engine, layout.schema, memories, found, self.canonical)
-        for place in self.places:
+            places += homes[tensor]
+        super().__init__(layout, storages, places, partial=partial)
+        self._reloads = Reloads(engine, layout.schema, memories, found, self.canonical)
+        self._undone = False
+        for place in places:
             if isinstance(place.cast, Cast):
                 self._recall(place, storages[place.storage], place.cast)
 
+    def prepare(self, index: int, change: Change) -> Ready:
+        """See `dcr.seams.LiveWeights.prepare`.
+
+        Raises:
+            BaseMismatch: a module that the engine loads is not as its last load left it.
+        """
+        self._reloads.begin()
+        ready = super().prepare(index, change)
+        self._reloads.check(self.touched(ready))
+        return ready
+
+    def install(self, ready: Ready) -> None:
+        """See `dcr.seams.LiveWeights.install`."""
+        self._reloads.wrote(self.touched(ready), undone=False)
+        super().install(ready)
+
+    def undo(self, ready: Ready) -> None:
+        """See `dcr.seams.LiveWeights.undo`."""
+        self._reloads.wrote(self.touched(ready), undone=True)
+        super().undo(ready)
+        self._undone = True
+
+    def finalize(self) -> None:
+        """Load what has to be loaded, or give it its old bytes back."""
+        self._reloads.finalize()
+        if not self._undone:
+            self._reloads.set_constants()
+        self._undone = False
+
+    def digest(self) -> Lanes:
+        """See `dcr.seams.LiveWeights.digest`."""
+        self._reloads.require_known()
+        return super().digest()
+
     def canonical(self, tensor: int) -> torch.Tensor:
         """A copy of one shadow, as a tensor: a loader may change what it is given, or keep it."""
-        spec = self.layout.schema.tensors[tensor]
+        spec = self._schema.tensors[tensor]
         return torch_of(self.shadows[tensor].copy(), dtype_of(spec)).reshape(spec.shape)
 
     def _recall(self, place: Place, storage: Bits, cast: Cast) -> None:
@@ -266,27 +260,3 @@ def _digest(*facts: object) -> bytes:
 def _home(tensor: torch.Tensor) -> tuple[object, ...]:
     storage, dtype = tensor.untyped_storage().data_ptr(), str(tensor.dtype)
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), dtype, is_lazy(tensor)
-
-
-class NativeRank:
-    """One of several ranks of an engine, as `dcr.engines.ranks.Ranks` joins them; otherwise as `NativeLoader`."""
-
-    def __init__(self, engine: Engine, *, waive: Sequence[str] = ()) -> None:
-        self._loader = NativeLoader(engine, waive=waive, partial=True)
-        self.epoch, self.prepare, self.install = self._loader.epoch, self._loader.prepare, self._loader.install
-        self.undo, self.settle, self.digest = self._loader.undo, self._loader.settle, self._loader.digest
-
-    @property
-    def record(self) -> Record:
-        """See `NativeLoader.record`."""
-        return self._loader.record
-
-    @property
-    def wanted(self) -> dict[int, Runs]:
-        """See `NativeLoader.wanted`."""
-        return self._loader.wanted
-
-    def bind(self, layout: Layout) -> Sequence[Region]:
-        """See `dcr.seams.RankLoader.bind`."""
-        self._loader.bind(layout)
-        return self._loader.parts

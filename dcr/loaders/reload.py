@@ -97,8 +97,8 @@ class Reloads:
                 self._bits(held.memory)[spot] = old
             self._overwritten, self._settled = None, False
 
-    def settle(self) -> None:
-        """Load what is dirty, or give it its old bytes back; see `dcr.seams.Loader.settle`."""
+    def finalize(self) -> None:
+        """Load what is dirty, or give it its old bytes back; see `dcr.seams.Loader.finalize`."""
         for module in self._modules:
             if module.undone and module.before is not None:
                 contents, known, attributes = module.before

@@ -44,6 +44,8 @@ class SafetensorsLoader:
         SchemaError: there is no checkpoint. TypeError: `waive` is no sequence.
     """
 
+    reads_base = True
+
     def __init__(self, folder: str | Path, *, waive: Sequence[str] = (), fsync: bool = True) -> None:
         self._folder = Path(folder)
         index_of(self._folder)
@@ -60,7 +62,7 @@ class SafetensorsLoader:
 
     # ------------------------------------------------------------------ the seam
 
-    def bind(self, layout: Layout) -> None:
+    def bind(self, layout: Layout) -> SafetensorsLoader:
         """See `dcr.seams.Loader.bind`; takes the directory for this process.
 
         Raises:
@@ -85,6 +87,7 @@ class SafetensorsLoader:
             self._old = set()
         self._seen = set()
         self._sweep()
+        return self
 
     def release(self) -> None:
         """See `dcr.seams.Releasing.release`: lets other processes write in the directory, until the next `bind`."""
@@ -93,22 +96,22 @@ class SafetensorsLoader:
             self._drop()
             ownership.release()
 
-    def epoch(self) -> bytes:
-        """See `dcr.seams.Loader.epoch`: it changes if somebody else writes to the directory."""
+    def fingerprint(self) -> bytes:
+        """See `dcr.seams.Loader.fingerprint`: it changes if somebody else writes to the directory."""
         stamp = stamp_of(self._folder)
         first = self._first if stamp == self._stamp else stamp
         return hashlib.blake2b(first.encode(), digest_size=16).digest()
 
     def prepare(self, frame: int, change: Change) -> Ready:
-        """See `dcr.seams.Loader.prepare`."""
+        """See `dcr.seams.LiveWeights.prepare`."""
         return self._bound.prepare(frame, change)
 
     def read(self, frame: int) -> Bits:
-        """See `dcr.seams.Readable.read`."""
+        """See `dcr.seams.FrameReader.read`."""
         return self._bound.read(frame)
 
     def install(self, ready: Ready) -> None:
-        """See `dcr.seams.Loader.install`: into files that nobody sees until `settle`.
+        """See `dcr.seams.LiveWeights.install`: into files that nobody sees until `finalize`.
 
         Raises:
             StateError, StorageRebound: as `dcr.loaders.ownership.Ownership.require`.
@@ -119,7 +122,7 @@ class SafetensorsLoader:
         written.install(ready)
 
     def undo(self, ready: Ready) -> None:
-        """See `dcr.seams.Loader.undo`: as `install`; nothing is written for what no file holds."""
+        """See `dcr.seams.LiveWeights.undo`: as `install`; nothing is written for what no file holds."""
         if ready.frame in self._unseen:
             self._next(ready).undo(ready)
             self._unseen.discard(ready.frame)
@@ -128,8 +131,8 @@ class SafetensorsLoader:
             self._unseen.add(ready.frame)
             written.undo(ready)
 
-    def settle(self) -> None:
-        """See `dcr.seams.Loader.settle`: here a version becomes the one that the directory holds."""
+    def finalize(self) -> None:
+        """See `dcr.seams.Loader.finalize`: here a version becomes the one that the directory holds."""
         if not self._pending:
             return
         self._owned.require_here()
@@ -146,7 +149,7 @@ class SafetensorsLoader:
         self._sync_folder()
 
     def digest(self) -> Lanes:
-        """See `dcr.seams.Loader.digest`."""
+        """See `dcr.seams.LiveWeights.digest`."""
         return self._bound.digest()
 
     # ------------------------------------------------------------------ files

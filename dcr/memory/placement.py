@@ -75,7 +75,7 @@ class Placement:
 
     @property
     def parts(self) -> list[Region]:
-        """At one of several ranks: the regions that its sums are of (see `dcr.seams.RankLoader`)."""
+        """At one of several ranks: the regions that its sums are of (see `dcr.seams.RankWeights`)."""
         return self._parts
 
     def touched(self, ready: Ready) -> set[int]:
@@ -84,28 +84,28 @@ class Placement:
         return set(tensors[(ready.old_sums != ready.new_sums).any(axis=1)].tolist())
 
     def prepare(self, index: int, change: Change) -> Ready:
-        """See `dcr.seams.Loader.prepare`."""
+        """See `dcr.seams.LiveWeights.prepare`."""
         bound = self._frames[index]
         if change.positions is None:
             return _prepare_dense(bound, self._partial, change.values)
         return _prepare_sparse(bound, self._partial, change, change.positions)
 
     def read(self, index: int) -> Bits:
-        """See `dcr.seams.Readable.read`."""
+        """See `dcr.seams.FrameReader.read`."""
         return _dense(self._frames[index])
 
     def install(self, ready: Ready) -> None:
-        """See `dcr.seams.Loader.install`."""
+        """See `dcr.seams.LiveWeights.install`."""
         for write in ready.writes:
             self._scatter(ready.frame, write.home, write.positions, write.bits)
 
     def undo(self, ready: Ready) -> None:
-        """See `dcr.seams.Loader.undo`."""
+        """See `dcr.seams.LiveWeights.undo`."""
         for write in reversed(ready.writes):
             self._scatter(ready.frame, write.home, write.positions, write.old)
 
     def digest(self) -> Lanes:
-        """See `dcr.seams.Loader.digest`; over the elements that this rank owns."""
+        """See `dcr.seams.LiveWeights.digest`; over the elements that this rank owns."""
         lanes = digest.zero(len(self._parts) if self._partial else len(self._layout.schema.tensors))
         for bound in self._frames:
             lanes[list(bound.parts)] += _sums(bound)

@@ -1,4 +1,4 @@
-"""An engine's weights: loaders, found through the entry-point group dcr.loaders, of one rank or of one of several."""
+"""Loaders, found through the entry-point group dcr.loaders, bind an engine's live weights to a layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Undoable(Protocol):
 class RankReady(Undoable, Protocol):
     """The share of one rank in a frame. Its sums are [parts of the frame that it holds, 2].
 
-    parts: which parts the sums are of, as indices into what `RankLoader.bind` returned.
+    parts: which parts the sums are of, as indices into `RankWeights.parts`.
     """
 
     @property
@@ -59,20 +59,8 @@ Frame = TypeVar("Frame", bound=Undoable)
 Share = TypeVar("Share", bound=RankReady)
 
 
-class Loader(Protocol[Frame]):
-    """A member's weights, seen by what can be done to them. Calls run in worker threads, one at a time."""
-
-    def bind(self, layout: Layout) -> None:
-        """Fix where each frame's elements go. Called once per layout, before anything else, mutates no weight.
-
-        Raises:
-            SchemaError: a published tensor has no place here, a weight here is not published, or dtypes differ.
-        """
-        ...
-
-    def epoch(self) -> bytes:
-        """A fingerprint of where all weights lie; when it changes, what was bound is no longer true."""
-        ...
+class LiveWeights(Protocol[Frame]):
+    """A member's weights, bound to a layout. Calls run in worker threads, one at a time, but for `read`."""
 
     def prepare(self, frame: int, change: Change) -> Frame:
         """Read the old bits of what will be touched and resolve the change to absolute bits. Writes nothing.
@@ -97,13 +85,6 @@ class Loader(Protocol[Frame]):
         """
         ...
 
-    def settle(self) -> None:
-        """After the last install or undo of a version: bring what is made of the weights up to date with them.
-
-        Raises: whatever goes wrong; the frames are then undone, and this is called again.
-        """
-        ...
-
     def digest(self) -> Lanes:
         """Digest uint64 [T, 2] of the layout's tensors, recomputed from memory.
 
@@ -113,9 +94,56 @@ class Loader(Protocol[Frame]):
         ...
 
 
+class RankWeights(LiveWeights[Share], Protocol[Share]):
+    """The weights of one rank of several; `prepare` leaves out what lies on other ranks.
+
+    parts: the regions that this rank holds, each all of it; two parts share no element. `digest` is uint64 [parts, 2]:
+    of each part, under the key of its tensor.
+    """
+
+    @property
+    def parts(self) -> Sequence[Region]: ...
+
+
+class Loader(Protocol):
+    """Binds an engine's weights to a layout. Calls run in worker threads, one at a time.
+
+    Where it is one of several ranks, which `dcr.engines.ranks.Ranks` joins, `bind` returns `RankWeights`.
+    """
+
+    def bind(self, layout: Layout) -> LiveWeights[Any]:
+        """Fix where each frame's elements go. Called once per layout, before anything else, mutates no weight.
+
+        Raises:
+            SchemaError: a published tensor has no place here, a weight here is not published, or dtypes differ.
+        """
+        ...
+
+    def fingerprint(self) -> bytes:
+        """A fingerprint of the storages of all weights; when it changes, what was bound is no longer true."""
+        ...
+
+    def finalize(self) -> None:
+        """Run the post-load steps, after the last install or undo of a version: make anew what is made of the weights.
+
+        Raises: whatever goes wrong; the frames are then undone, and this is called again.
+        """
+        ...
+
+
 @runtime_checkable
 class Readable(Protocol):
-    """What a loader has besides if it can read frames whole: only then do chunks reach it that need the base."""
+    """What a loader has besides if the weights that it binds can be read a frame at a time (`FrameReader`).
+
+    reads_base: True. Chunks that need their base reach such members only.
+    """
+
+    @property
+    def reads_base(self) -> bool: ...
+
+
+class FrameReader(Protocol):
+    """Live weights that can be read a frame at a time."""
 
     def read(self, frame: int) -> Bits:
         """The bits [N] of a frame in live memory, in the frame's own numbering. May run beside other calls."""
@@ -124,10 +152,10 @@ class Readable(Protocol):
 
 @runtime_checkable
 class Batching(Protocol):
-    """What a loader has besides if many frames in one call are faster than one after another: a round trip each."""
+    """What live weights have besides if many frames in one call are faster than one by one: a round trip each."""
 
     def install_all(self, readies: Sequence[Any]) -> None:
-        """As `Loader.install` for each of them, in order, but for settling; after an error any may be written."""
+        """As `LiveWeights.install` for each of them, in order; after an error any may be written."""
         ...
 
 
@@ -163,35 +191,4 @@ class Releasing(Protocol):
 
     def release(self) -> None:
         """Give it back: the member that it was bound for has left. The next `bind` takes it anew."""
-        ...
-
-
-class RankLoader(Protocol[Share]):
-    """One of several ranks of a member, which `dcr.engines.ranks.Ranks` joins; as `Loader`, but for what it says here.
-
-    A part is a region of one tensor that this rank holds, all of it; two of its parts share no element.
-    """
-
-    def bind(self, layout: Layout) -> Sequence[Region]:
-        """See `Loader.bind`; the parts that this rank holds."""
-        ...
-
-    def epoch(self) -> bytes: ...
-
-    def prepare(self, frame: int, change: Change) -> Share:
-        """See `Loader.prepare`; what lies elsewhere is left out."""
-        ...
-
-    def install(self, ready: Share) -> None: ...
-
-    def undo(self, ready: Share) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def digest(self) -> Lanes:
-        """Digest uint64 [parts, 2], recomputed from memory: of each part, under the key of its tensor.
-
-        Raises:
-            DigestMismatch: copies of one part differ within this rank.
-        """
         ...

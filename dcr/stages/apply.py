@@ -17,7 +17,7 @@ from dcr.memory.placement import canonical_table
 from dcr.pipeline import Inbox, Outbox, serve
 from dcr.protocol import digest
 from dcr.protocol.wire import Message, Seal
-from dcr.seams import Batching, Loader, Undoable
+from dcr.seams import Batching, LiveWeights, Undoable
 from dcr.stages.compress import Unpacked
 
 
@@ -27,8 +27,8 @@ class Prepare:
     name = "prepare"
     workers = 1
 
-    def __init__(self, loader: Loader[Any]) -> None:
-        self._loader = loader
+    def __init__(self, weights: LiveWeights[Any]) -> None:
+        self._weights = weights
 
     async def run(self, inbox: Inbox[Unpacked], outbox: Outbox[Undoable]) -> None:
         """See `dcr.seams.Stage`."""
@@ -41,7 +41,7 @@ class Prepare:
             BaseMismatch: live memory does not hold the bits that the change starts from.
             PayloadError: the decoded bits are not those that were sealed.
         """
-        ready: Undoable = self._loader.prepare(unpacked.chunk.frame, unpacked.change)
+        ready: Undoable = self._weights.prepare(unpacked.chunk.frame, unpacked.change)
         check_content(unpacked, ready)
         return ready
 
@@ -52,8 +52,8 @@ class Write:
     name = "write"
     workers = 1
 
-    def __init__(self, loader: Loader[Any]) -> None:
-        self._loader = loader
+    def __init__(self, weights: LiveWeights[Any]) -> None:
+        self._weights = weights
 
     async def run(self, inbox: Inbox[Undoable], outbox: Outbox[int]) -> None:
         """See `dcr.seams.Stage`."""
@@ -61,7 +61,7 @@ class Write:
 
     def write(self, ready: Undoable) -> int:
         """Write one frame and read it back; its number."""
-        self._loader.install(ready)
+        self._weights.install(ready)
         return ready.frame
 
 
@@ -199,10 +199,10 @@ def require_base(seal: Seal, layout: Layout, *, held: Lanes, base: Lanes, old: L
         raise BaseMismatch(str(error)) from None
 
 
-def install(loader: Loader[Any], readies: Sequence[Undoable], settle: Callable[[], None]) -> float:
+def install(weights: LiveWeights[Any], readies: Sequence[Undoable], finalize: Callable[[], None]) -> float:
     """Write everything that is ready and read it back; what fails half-way is undone. Runs in one worker thread.
 
-    settle: brings what is made of the weights up to date, once they are written, or undone. Returns the seconds from
+    finalize: brings what is made of the weights up to date, once they are written, or undone. Returns the seconds from
     the first write until it has.
 
     Raises:
@@ -212,21 +212,23 @@ def install(loader: Loader[Any], readies: Sequence[Undoable], settle: Callable[[
     begun: list[Undoable] = []
     began_s = time.monotonic()
     try:
-        if isinstance(loader, Batching):
+        if isinstance(weights, Batching):
             begun += readies
-            loader.install_all(readies)
+            weights.install_all(readies)
         else:
             for ready in readies:
                 begun.append(ready)
-                loader.install(ready)
-        settle()
+                weights.install(ready)
+        finalize()
     except BaseException as error:
-        undo(loader, begun, settle, error)
+        undo(weights, begun, finalize, error)
         raise
     return time.monotonic() - began_s
 
 
-def undo(loader: Loader[Any], begun: Sequence[Undoable], settle: Callable[[], None], cause: BaseException) -> None:
+def undo(
+    weights: LiveWeights[Any], begun: Sequence[Undoable], finalize: Callable[[], None], cause: BaseException
+) -> None:
     """Write the old bits back over every frame whose installation has begun, last first.
 
     Raises:
@@ -234,8 +236,8 @@ def undo(loader: Loader[Any], begun: Sequence[Undoable], settle: Callable[[], No
     """
     try:
         for ready in reversed(begun):
-            loader.undo(ready)
-        settle()
+            weights.undo(ready)
+        finalize()
     except BaseException as error:
         error.add_note(f"while undoing an installation that failed with {cause!r}")
         raise Poisoned(

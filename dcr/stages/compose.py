@@ -21,7 +21,7 @@ from dcr.kernels import reference
 from dcr.layout.frames import Frame, Layout
 from dcr.layout.views import UNSIGNED, Bits, Positions
 from dcr.pipeline import Inbox, Outbox, serve
-from dcr.seams import Loader, Undoable
+from dcr.seams import LiveWeights, Undoable
 from dcr.stages.compress import Unpacked
 
 UNTOUCHED = 0
@@ -177,11 +177,11 @@ class Union:
         """A frame's bits [N], made of those in live memory."""
         return self._frames[frame].over(base) if frame in self._frames else base
 
-    def prepare(self, loader: Loader[Any]) -> list[Undoable]:
-        """Have a loader prepare all of it; what is prepared is let go of. Raises as `FrameUnion.add`, or the loader."""
+    def prepare(self, weights: LiveWeights[Any]) -> list[Undoable]:
+        """Have live weights prepare all of it; what is prepared is let go of. Raises as `FrameUnion.add`, or they."""
         readies: list[Undoable] = []
         for frame in sorted(self._frames):
-            readies += [loader.prepare(frame, change) for change in self._frames.pop(frame).changes()]
+            readies += [weights.prepare(frame, change) for change in self._frames.pop(frame).changes()]
         return readies
 
 

@@ -186,7 +186,7 @@ class Backlog:
         member, begun = self._member, self._member.begin_install(version.identity, "seed")
         try:
             await member.rank.require_awake()
-            await member.rank.require_epoch()
+            await member.rank.require_fingerprint()
             await member.rank.require_unwritten()
         except (BaseMismatch, RankError, StateError, StorageRebound) as error:
             member.fail_install(begun, error, "unchanged")
@@ -209,7 +209,7 @@ class Backlog:
         member, begun = self._member, self._member.begin_install(version.identity, "seed")
         try:
             await member.rank.require_awake()
-            await member.rank.require_epoch()
+            await member.rank.require_fingerprint()
             links = await self._readable(store, version)
         except (IncompleteError, RankError, StateError, StorageRebound) as error:
             member.fail_install(begun, error, "unchanged")

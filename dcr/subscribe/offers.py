@@ -74,7 +74,7 @@ class Offers:
         member, begun = self._member, self._member.begin_install(prepared.identity, "delta")
         try:
             await member.rank.require_awake()
-            await member.rank.require_epoch()
+            await member.rank.require_fingerprint()
             await member.rank.require_unwritten()
         except (StorageRebound, StateError) as error:
             member.fail_install(begun, error, "unchanged")

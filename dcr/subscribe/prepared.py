@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from dcr import plugins
 from dcr.errors import IncompleteError, PayloadError
 from dcr.layout.views import Lanes
 from dcr.protocol.wire import Chunk, Identity, Message
-from dcr.seams import Undoable
+from dcr.seams import BasedCodec, Codec, Undoable
 from dcr.stages.compose import Union
 
 Receive = Callable[[], Awaitable[Message]]
@@ -59,3 +60,9 @@ def reader(messages: AsyncIterator[Message], identity: Identity) -> Receive:
             raise IncompleteError(f"{identity}: the store ended before the attempt was complete") from None
 
     return receive
+
+
+def find_codec(name: str) -> Codec | BasedCodec:
+    """An installed codec."""
+    codec: Codec | BasedCodec = plugins.load("dcr.codecs", name)
+    return codec

@@ -10,7 +10,6 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from dcr import plugins
 from dcr.errors import (
     BaseMismatch,
     DigestMismatch,
@@ -30,7 +29,7 @@ from dcr.protocol import digest
 from dcr.protocol.commit import Receipt
 from dcr.protocol.wire import Identity, Message, Open
 from dcr.runs import chain
-from dcr.seams import BasedCodec, Codec, Labelling, Loader, Readable, Undoable, Watching
+from dcr.seams import BasedCodec, Codec, Labelling, LiveWeights, Loader, Readable, Undoable, Watching
 from dcr.stages import apply
 from dcr.stages.apply import Inspect, Prepare, Write
 from dcr.stages.compose import Compose, Union
@@ -41,16 +40,10 @@ from dcr.subscribe.prepared import AskAgain, Overfull, Prepared, Receive, Seed, 
 _HARMLESS = "it may only make anew what is made of them, in memory of its own; do not serve"
 
 
-def find_codec(name: str) -> Codec | BasedCodec:
-    """An installed codec."""
-    codec: Codec | BasedCodec = plugins.load("dcr.codecs", name)
-    return codec
-
-
 class Rank:
     """A loader, used by one thread at a time, and the digest of what it holds.
 
-    The digest is carried forward from version to version; it is believed only within one storage epoch.
+    The digest is carried forward from version to version; it is believed only within one storage fingerprint.
 
     budget: bytes of encoded chunks in memory. timeout_s: how long to wait for the next piece of an attempt that has
     begun. workers: threads that decode.
@@ -58,7 +51,7 @@ class Rank:
 
     def __init__(
         self,
-        loader: Loader[Any],
+        loader: Loader,
         *,
         budget: ByteBudget,
         codecs: Callable[[str], Codec | BasedCodec],
@@ -76,26 +69,25 @@ class Rank:
         self._workers = workers
         self._observe = observe
         self._limiter = anyio.CapacityLimiter(1)
-        self._layout: Layout | None = None
-        self._epoch = b""
+        self._bound: tuple[Layout, LiveWeights[Any]] | None = None
+        self._fingerprint = b""
         self._mark = b""
         self._lanes: Lanes = digest.zero(0)
 
     @property
     def layout(self) -> Layout:
-        """The layout that the loader is bound to.
+        """The layout that the loader is bound to; raises StateError if there is none, as `weights` does."""
+        return self._require_bound()[0]
 
-        Raises:
-            StateError: it is not bound.
-        """
-        if self._layout is None:
-            raise StateError("no layout is bound yet: bind an attempt's opening first")
-        return self._layout
+    @property
+    def weights(self) -> LiveWeights[Any]:
+        """The live weights that the loader has bound."""
+        return self._require_bound()[1]
 
     @property
     def reads_base(self) -> bool:
         """Whether chunks that need their base can be decoded here."""
-        return isinstance(self._loader, Readable)
+        return isinstance(self._loader, Readable) and self._loader.reads_base
 
     @property
     def root(self) -> bytes:
@@ -110,16 +102,15 @@ class Rank:
         """
         header = opened.header
         assert isinstance(header, Open)
-        if self._layout is None or self._layout.digest != header.layout:
+        if self._bound is None or self.layout.digest != header.layout:
             layout = await anyio.to_thread.run_sync(frames.decode, opened.body)
             if layout.digest != header.layout:
                 raise PayloadError(
                     f"{header.identity}: its layout has the digest {layout.digest.hex()[:16]}, "
                     f"its opening says {header.layout.hex()[:16]}"
                 )
-            self._epoch = await self._run(self._loader.epoch)  # before, so that what moves meanwhile is noticed
-            await self._run(self._loader.bind, layout)
-            self._layout = layout
+            self._fingerprint = await self._run(self._loader.fingerprint)  # first: what moves meanwhile is noticed
+            self._bound = layout, await self._run(self._loader.bind, layout)
             await self.rescan()
         return self.layout
 
@@ -131,26 +122,26 @@ class Rank:
         """
         self._mark = await self._seen()  # before, so that what is written meanwhile is noticed
         try:
-            lanes: Lanes | None = await self._run(self._loader.digest)
+            lanes: Lanes | None = await self._run(self.weights.digest)
         except DigestMismatch:
             lanes = None
-        await self.require_epoch()
+        await self.require_fingerprint()
         self._lanes = digest.zero(len(self.layout.schema.tensors)) if lanes is None else lanes
         return b"" if lanes is None else self.root
 
-    async def require_epoch(self) -> None:
+    async def require_fingerprint(self) -> None:
         """Weights still lie where they lay when the loader was bound, if it has been bound.
 
         Raises:
             StorageRebound: they do not.
         """
-        if self._layout is None:
+        if self._bound is None:
             return
         try:
-            epoch = await self._run(self._loader.epoch)
+            fingerprint = await self._run(self._loader.fingerprint)
         except SchemaError as error:  # it was a tensor that can be written when the loader was bound
             raise StorageRebound(f"{error}. It was replaced since the loader was bound; subscribe anew") from error
-        if epoch != self._epoch:
+        if fingerprint != self._fingerprint:
             raise StorageRebound("a weight was replaced or moved since the loader was bound; subscribe anew")
 
     async def require_awake(self) -> None:
@@ -188,10 +179,10 @@ class Rank:
 
         Raises: as `dcr.stages.transfer.Fetch` and `dcr.stages.apply.verify`.
         """
-        await self.require_epoch()
+        await self.require_fingerprint()
         readies: list[Undoable] = []
         fetch = self._fetch(receipt, receive, again)
-        stages = Pipeline(self._decompress(), Prepare(self._loader))
+        stages = Pipeline(self._decompress(), Prepare(self.weights))
         await stages.run(fetch, into=readies.append, version=receipt.identity.version, observe=self._observe)
         seal = receipt.require_complete()
         assert fetch.seal is not None
@@ -208,12 +199,12 @@ class Rank:
 
         Raises: as `prepare`. Uncomposable: these links do not make one change.
         """
-        await self.require_epoch()
+        await self.require_fingerprint()
         union, seals = Union(self.layout), list[Message]()
         for link in links:
             async with aclosing(read(link.open.identity)) as messages:
                 seals.append(await self._join(union, link, messages))
-        readies = await self._run(union.prepare, self._loader)
+        readies = await self._run(union.prepare, self.weights)
         target = await anyio.to_thread.run_sync(apply.verify_chain, seals, self.layout, self._lanes, readies)
         return Prepared(links[-1].open.identity, links[-1].seal.root, target, readies)
 
@@ -269,7 +260,7 @@ class Rank:
         receipt = Receipt(anchor.open, run=anchor.open.identity.run, term=0, holds=None)
         async with aclosing(read(anchor.open.identity)) as messages:
             fetch = self._fetch(receipt, reader(messages, anchor.open.identity), None)
-            stages = Pipeline(self._decompress(based=False), Prepare(self._loader))
+            stages = Pipeline(self._decompress(based=False), Prepare(self.weights))
             await stages.run(fetch, into=keep, version=anchor.open.identity.version, observe=self._observe)
         seal = receipt.require_complete()
         assert fetch.seal is not None
@@ -281,14 +272,14 @@ class Rank:
 
         Raises: as `dcr.stages.apply.install` and `verify_chain`; then live memory may hold another version than before.
         """
-        last = self._loader.settle if seed.deltas is not None else self._settle
-        pause_s: float = await self._run(apply.install, self._loader, seed.anchor.readies, last)
+        last = self._loader.finalize if seed.deltas is not None else self._finalize
+        pause_s: float = await self._run(apply.install, self.weights, seed.anchor.readies, last)
         self._lanes = seed.anchor.target
         if seed.deltas is not None:
             began_s = time.monotonic()
-            readies = await self._run(seed.deltas.prepare, self._loader)
+            readies = await self._run(seed.deltas.prepare, self.weights)
             self._lanes = apply.verify_chain(seed.seals, self.layout, self._lanes, readies)
-            await self._run(apply.install, self._loader, readies, self._settle)
+            await self._run(apply.install, self.weights, readies, self._finalize)
             pause_s += time.monotonic() - began_s
         return pause_s
 
@@ -315,7 +306,7 @@ class Rank:
 
         Raises: as `dcr.stages.apply.install`. Poisoned: the user's function has written or replaced weights.
         """
-        pause_s: float = await self._run(apply.install, self._loader, prepared.readies, self._settle)
+        pause_s: float = await self._run(apply.install, self.weights, prepared.readies, self._finalize)
         self._lanes = prepared.target
         await self._require_harmless(prepared.identity, prepared.root)
         return pause_s
@@ -327,10 +318,10 @@ class Rank:
         await self.bind(opened)
         receipt = Receipt(header, run=header.identity.run, term=0, holds=header.base)
         fetch = self._fetch(receipt, reader(messages, header.identity), None)
-        stages = Pipeline(self._decompress(), Prepare(self._loader), Write(self._loader))
+        stages = Pipeline(self._decompress(), Prepare(self.weights), Write(self.weights))
         await stages.run(fetch, version=header.identity.version, observe=self._observe)
         receipt.require_complete()
-        await self._run(self._loader.settle)
+        await self._run(self._loader.finalize)
 
     async def require_root(self, identity: Identity, root: bytes) -> None:
         """Rescan live memory.
@@ -370,9 +361,9 @@ class Rank:
         if not self._is_harmless:
             raise Poisoned(f"{identity}: after_install has written the weights themselves; {_HARMLESS}")
 
-    def _settle(self) -> None:
+    def _finalize(self) -> None:
         """Bring up to date what is made of the weights: what the loader makes, and then what the user does."""
-        self._loader.settle()
+        self._loader.finalize()
         if self._after_install is not None:
             self._after_install()
 
@@ -384,12 +375,17 @@ class Rank:
 
         based: live memory holds their base; else such chunks are refused.
         """
-        loader = self._loader
-        if not based or not isinstance(loader, Readable):
+        if not based or not self.reads_base:
             return Decompress(self.layout, self._codecs, None, workers=self._workers)
-        live: Callable[[int], Bits] = loader.read
+        weights: Any = self.weights
+        live: Callable[[int], Bits] = weights.read
         read = live if union is None else (lambda frame: union.over(frame, live(frame)))
         return Decompress(self.layout, self._codecs, read, workers=self._workers)
+
+    def _require_bound(self) -> tuple[Layout, LiveWeights[Any]]:
+        if self._bound is None:
+            raise StateError("no layout is bound yet: bind an attempt's opening first")
+        return self._bound
 
     async def _seen(self) -> bytes:
         return await self._run(self._loader.mark) if isinstance(self._loader, Watching) else b""

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable
 from inspect import iscoroutinefunction
 from types import TracebackType
-from typing import Any
 from urllib.parse import quote
 
 import anyio
@@ -30,7 +29,8 @@ from dcr.subscribe.attempts import Attempts
 from dcr.subscribe.backlog import Backlog, count_lacking
 from dcr.subscribe.membership import Membership
 from dcr.subscribe.offers import Offers
-from dcr.subscribe.rank import Rank, find_codec
+from dcr.subscribe.prepared import find_codec
+from dcr.subscribe.rank import Rank
 from dcr.subscribe.version import Version
 
 LEAVE_TIMEOUT_S = 5.0
@@ -39,7 +39,7 @@ HOOK = Rule(
     "engine.recompile",
     lambda value: callable(value) and not iscoroutinefunction(value),
 )
-FINDER = Rule("a function from a codec's name to the codec", "dcr.subscribe.rank.find_codec", callable)
+FINDER = Rule("a function from a codec's name to the codec", "dcr.subscribe.prepared.find_codec", callable)
 MAX_NAME_BYTES = 200  # once quoted: a transport may make a file's name of it, with its own marks behind
 
 
@@ -64,7 +64,7 @@ class Subscriber:
         self,
         url: str,
         *,
-        loader: Loader[Any],
+        loader: Loader,
         member: str,
         transport: Transport | None = None,
         codecs: Callable[[str], Codec | BasedCodec] = find_codec,

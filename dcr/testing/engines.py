@@ -124,7 +124,7 @@ class EngineTests:
         readies = world.prepare(Operation.XOR, 0.3)
         for end in range(0, len(readies), max(1, len(readies) // 12)):
             for ready in readies[:end]:
-                world.loader.install(ready)
+                world.live.install(ready)
             world.undo(readies[:end])
             assert world.memory() == before, f"an undo after {end} of {len(readies)} frames leaves other bytes"
 
@@ -139,7 +139,7 @@ class EngineTests:
     def test_memory_that_was_tampered_with_is_noticed_before_anything_is_written(self) -> None:
         """Every element of the checkpoint counts: a flipped bit of any is seen in the sums, or in the digest."""
         world = self._seeded()
-        expected = world.loader.digest()
+        expected = world.live.digest()
         for index in range(len(world.written())):
             world.flip(index)
             assert world.notices(expected), f"a flipped bit of {world.written()[index]} is not noticed"
@@ -178,7 +178,7 @@ class World:
         self.layout = Layout(
             self.schema, tuple(one.spec for one in frames.plan(self.schema, shards, self._frame_elems))
         )
-        self.loader.bind(self.layout)
+        self.live = self.loader.bind(self.layout)
 
     # ------------------------------------------------------------------ changes; each moves `held` on
 
@@ -193,7 +193,7 @@ class World:
         ]
         after = [np.where(where, one, old) for where, one, old in zip(changed, new, self.held, strict=True)]
         readies = [
-            self.loader.prepare(
+            self.live.prepare(
                 frame.index, _change(operation, self._dense(frame, self.held), self._dense(frame, after), share)
             )
             for frame in self.layout.frames
@@ -203,13 +203,13 @@ class World:
 
     def install(self, readies: Sequence[Ready]) -> None:
         for ready in readies:
-            self.loader.install(ready)
-        self.loader.settle()
+            self.live.install(ready)
+        self.loader.finalize()
 
     def undo(self, readies: Sequence[Ready]) -> None:
         for ready in reversed(readies):
-            self.loader.undo(ready)
-        self.loader.settle()
+            self.live.undo(ready)
+        self.loader.finalize()
 
     def refit(self, operation: Operation, share: float, only: int | None = None) -> None:
         self.install(self.prepare(operation, share, only))
@@ -222,7 +222,7 @@ class World:
     def notices(self, expected: Lanes) -> bool:
         """True if live memory is not what it was, by its digest."""
         try:
-            return not np.array_equal(self.loader.digest(), expected)
+            return not np.array_equal(self.live.digest(), expected)
         except DigestMismatch:
             return True
 

@@ -40,7 +40,7 @@ class LoaderTests:
 
     # ------------------------------------------------------------------ what the author says
 
-    def make(self, weights: Mapping[str, Weight]) -> tuple[Any, Loader[Any]]:
+    def make(self, weights: Mapping[str, Weight]) -> tuple[Any, Loader]:
         """An engine that holds these weights under these names, and a loader for it that is not bound yet."""
         pytest.fail(f"{type(self).__name__}: override make, which makes an engine and its loader of {list(weights)}")
 
@@ -111,20 +111,20 @@ class LoaderTests:
     def test_preparing_writes_nothing(self, operation: Operation) -> None:
         bench = self._bench()
         for frame, change in bench.changes(operation):
-            bench.loader.prepare(frame, change)
+            bench.live.prepare(frame, change)
         bench.require_unwritten("preparing")
 
     def test_preparing_a_whole_frame_writes_nothing(self) -> None:
         bench = self._bench()
         for frame in bench.frames():
-            bench.loader.prepare(*bench.whole(frame))
+            bench.live.prepare(*bench.whole(frame))
         bench.require_unwritten("preparing a whole frame")
 
     @OPERATIONS
     def test_prepared_bits_are_absolute(self, operation: Operation) -> None:
         bench = self._bench()
         for frame, change in bench.changes(operation):
-            (write, *_) = bench.loader.prepare(frame, change).writes
+            (write, *_) = bench.live.prepare(frame, change).writes
             assert change.positions is not None
             assert np.array_equal(write.bits, bench.dense(frame)[change.positions])
 
@@ -133,7 +133,7 @@ class LoaderTests:
         bench = self._bench()
         old = {frame: bench.dense(frame) for frame in bench.frames()}
         for frame, change in bench.changes(operation):
-            (write, *_) = bench.loader.prepare(frame, change).writes
+            (write, *_) = bench.live.prepare(frame, change).writes
             assert change.positions is not None
             assert np.array_equal(write.old, old[frame][change.positions])
 
@@ -143,7 +143,7 @@ class LoaderTests:
         for frame in bench.frames():
             before = bench.dense(frame)
             _, change = bench.change(frame, operation)
-            ready = bench.loader.prepare(frame, change)
+            ready = bench.live.prepare(frame, change)
             assert change.positions is not None
             bench.require_sums("old", ready.old_sums, frame, change.positions, before)
             bench.require_sums("new", ready.new_sums, frame, change.positions, bench.dense(frame))
@@ -152,7 +152,7 @@ class LoaderTests:
         bench = self._bench()
         for frame in bench.frames():
             before = bench.dense(frame)
-            ready = bench.loader.prepare(*bench.whole(frame))
+            ready = bench.live.prepare(*bench.whole(frame))
             everything = np.arange(len(before), dtype=np.uint32)
             bench.require_sums("old", ready.old_sums, frame, everything, before)
             bench.require_sums("new", ready.new_sums, frame, everything, bench.dense(frame))
@@ -204,8 +204,8 @@ class LoaderTests:
         bench = self._bench()
         readies = bench.prepare(*bench.changes(Operation.XOR))
         for ready in [*readies, *readies]:
-            bench.loader.install(ready)
-        bench.loader.settle()
+            bench.live.install(ready)
+        bench.loader.finalize()
         bench.require_held("an install that was repeated")
 
     def test_refits_follow_one_another(self) -> None:
@@ -224,13 +224,13 @@ class LoaderTests:
         ]
         readies = bench.prepare(*changes)
         for ready in readies:
-            bench.loader.install(ready)
-        bench.loader.settle()
+            bench.live.install(ready)
+        bench.loader.finalize()
         bench.require_held("an install of three changes to each frame")
         bench.require_digest("after it")
         for ready in reversed(readies):
-            bench.loader.undo(ready)
-        bench.loader.settle()
+            bench.live.undo(ready)
+        bench.loader.finalize()
         bench.require_unwritten("its undo")
 
     def test_no_weight_moves(self) -> None:
@@ -264,8 +264,8 @@ class LoaderTests:
     def test_an_undo_of_what_was_not_installed_does_no_harm(self) -> None:
         bench = self._bench()
         for ready in bench.prepare(*bench.changes(Operation.XOR)):
-            bench.loader.undo(ready)
-        bench.loader.settle()
+            bench.live.undo(ready)
+        bench.loader.finalize()
         bench.require_unwritten("an undo of what was only prepared")
 
     def test_what_was_undone_can_be_installed_again(self) -> None:
@@ -273,8 +273,8 @@ class LoaderTests:
         readies = bench.prepare(*bench.changes(Operation.STEP))
         self._install_and_undo(bench, readies)
         for ready in readies:
-            bench.loader.install(ready)
-        bench.loader.settle()
+            bench.live.install(ready)
+        bench.loader.finalize()
         bench.require_held("an install after an undo")
 
     # ------------------------------------------------------------------ digest
@@ -291,13 +291,13 @@ class LoaderTests:
 
     def test_the_digest_follows_undos(self) -> None:
         bench = self._bench()
-        before = bench.loader.digest()
+        before = bench.live.digest()
         self._install_and_undo(bench, bench.prepare(*bench.changes(Operation.STEP)))
-        assert np.array_equal(bench.loader.digest(), before)
+        assert np.array_equal(bench.live.digest(), before)
 
     def test_the_digest_is_that_of_memory_whoever_wrote_it(self) -> None:
         bench = self._bench()
-        bench.loader.digest()
+        bench.live.digest()
         name = bench.schema_names()[0]
         bench.held[name] = bench.held[name] ^ bench.held[name].dtype.type(1)
         self.write(bench.engine, name, bench.held[name])
@@ -305,29 +305,29 @@ class LoaderTests:
 
     def test_the_digest_does_not_depend_on_the_cut_into_frames(self) -> None:
         bench = self._bench()
-        before = bench.loader.digest()
+        before = bench.live.digest()
         bench.bind(layout_of(bench.weights, frame_elems=1 << 20))
-        assert np.array_equal(bench.loader.digest(), before)
+        assert np.array_equal(bench.live.digest(), before)
 
     def test_digesting_writes_nothing(self) -> None:
         bench = self._bench()
-        bench.loader.digest()
+        bench.live.digest()
         bench.require_held("a digest")
 
-    # ------------------------------------------------------------------ epoch
+    # ------------------------------------------------------------------ fingerprint
 
-    def test_the_epoch_stays_while_nothing_moves(self) -> None:
+    def test_the_fingerprint_stays_while_nothing_moves(self) -> None:
         bench = self._bench()
-        before = bench.loader.epoch()
+        before = bench.loader.fingerprint()
         bench.refit(*bench.changes(Operation.STEP))
-        assert bench.loader.epoch() == before
+        assert bench.loader.fingerprint() == before
 
-    def test_the_epoch_changes_when_a_weight_is_given_new_memory(self) -> None:
+    def test_the_fingerprint_changes_when_a_weight_is_given_new_memory(self) -> None:
         for name in list(self._weights())[:: len(SHAPES)]:
             bench = self._bench()
-            before = bench.loader.epoch()
+            before = bench.loader.fingerprint()
             self.move(bench.engine, name)
-            assert bench.loader.epoch() != before, f"{name} was given new memory, and the epoch is the same"
+            assert bench.loader.fingerprint() != before, f"{name} was given new memory, and the fingerprint is the same"
 
     # ------------------------------------------------------------------
 
@@ -353,11 +353,11 @@ class LoaderTests:
 
     def _install_and_undo(self, bench: Bench, readies: Sequence[Ready]) -> None:
         for ready in readies:
-            bench.loader.install(ready)
-        bench.loader.settle()
+            bench.live.install(ready)
+        bench.loader.finalize()
         for ready in reversed(readies):
-            bench.loader.undo(ready)
-        bench.loader.settle()
+            bench.live.undo(ready)
+        bench.loader.finalize()
 
 
 def _of_another_dtype(weight: Weight) -> Weight:

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,18 +50,21 @@ class Inspector(Canonical):
         """Let the frame-th frame from now on fail in one rank, once it is written: by an "error", or a "kill"."""
         if self.rank != rank:
             return
-        loader = self.weight_transfer_engine._session._loader
-        install, left = loader.install, [frame]
+        session = self.weight_transfer_engine._session
+        write, left = session.write, [frame]
 
-        def breaking(ready: Any) -> None:
-            install(ready)
-            left[0] -= 1
-            if left[0] == 0 and how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if left[0] == 0:
-                raise ReadBackError("a test says that memory did not keep its bits")
+        def breaking(install: Callable[..., None], *ready: Any) -> None:
+            def broken(*ready: Any) -> None:
+                install(*ready)
+                left[0] -= len(ready)
+                if ready and left[0] == 0 and how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if ready and left[0] == 0:
+                    raise ReadBackError("a test says that memory did not keep its bits")
 
-        loader.install = breaking
+            write(broken, *ready)
+
+        session.write = breaking
 
     def _built(self, checkpoint: str) -> torch.nn.Module:
         config = copy.copy(self.vllm_config)

@@ -172,10 +172,11 @@ async def test_a_map_of_experts_that_changed_is_noticed_before_an_install(
 def test_expert_load_balancing_is_refused_by_name() -> None:
     """By what the configuration says: vLLM does not balance experts on a CPU."""
     from dcr.engines.vllm_worker import VllmRank
+    from dcr.loaders.session import Session
 
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True))
     watch: Any = SimpleNamespace(require_awake=lambda: None)
-    rank = VllmRank(SimpleNamespace(), config, watch, waive=())
+    rank = VllmRank(SimpleNamespace(), config, watch, Session(torch.nn.Module()), waive=())
     with pytest.raises(StateError, match="enable_eplb"):
         rank.bind(Layout(Schema(()), ()))
 

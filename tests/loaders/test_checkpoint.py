@@ -272,11 +272,11 @@ def test_every_dtype_of_the_format_is_written_as_bits_and_keeps_its_shape(tmp_pa
     bits = np.frombuffer(np.random.default_rng(3).bytes(12 * width), f"u{width}").reshape(3, 4)
     layout = layout_of({"w": Weight(name, bits)})
     loader = SafetensorsLoader(tmp_path, fsync=False)
-    loader.bind(layout)
+    weights = loader.bind(layout)
     for frame in layout.frames:
         dense = bits.reshape(-1)[sum(f.numel for f in layout.frames[: frame.index]) :][: frame.numel]
-        loader.install(loader.prepare(frame.index, Change(Operation.OVERWRITE, None, dense)))
-    loader.settle()
+        weights.install(weights.prepare(frame.index, Change(Operation.OVERWRITE, None, dense)))
+    loader.finalize()
     assert data_of(tmp_path / SINGLE) == (header, bits.tobytes())
 
 
@@ -298,9 +298,9 @@ def test_what_cannot_be_published_stays_as_it_lies_once_it_is_waived(tmp_path: P
     with pytest.raises(SchemaError, match=rf"{SINGLE}: odd has dtype {dtype}.*write waive=\['odd'\]"):
         SafetensorsLoader(tmp_path).bind(layout)
     loader = SafetensorsLoader(tmp_path, waive=["odd"], fsync=False)
-    loader.bind(layout)
-    loader.install(loader.prepare(0, Change(Operation.OVERWRITE, None, new)))
-    loader.settle()
+    weights = loader.bind(layout)
+    weights.install(weights.prepare(0, Change(Operation.OVERWRITE, None, new)))
+    loader.finalize()
     assert data_of(tmp_path / SINGLE) == (header, new.tobytes() + octets)
 
 

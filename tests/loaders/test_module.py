@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from support.loaders import Through
 from torch import nn
 
 from dcr.codecs.patch import Change, Operation
-from dcr.errors import DigestMismatch, LayoutError, SchemaError, StateError
+from dcr.errors import DigestMismatch, LayoutError, SchemaError
 from dcr.layout import frames
 from dcr.layout.frames import Frame, FrameSpec, Layout, Region
 from dcr.layout.schema import Schema, TensorSpec
@@ -53,8 +54,8 @@ def layout_of(model: nn.Module, frame_elems: int = 7) -> Layout:
     return Layout(source.schema, tuple(one.spec for one in frames.plan(source.schema, source.shards, frame_elems)))
 
 
-def bound(model: nn.Module, layout: Layout, **options: list[str]) -> ModuleLoader:
-    loader = ModuleLoader(model, **options)
+def bound(model: nn.Module, layout: Layout, **options: list[str]) -> Through:
+    loader = Through(ModuleLoader(model, **options))
     loader.bind(layout)
     return loader
 
@@ -68,7 +69,7 @@ def whole(frame: Frame, layout: Layout, trainer: nn.Module) -> Change:
     return Change(Operation.OVERWRITE, None, np.concatenate(parts))
 
 
-def refit(loader: ModuleLoader, layout: Layout, trainer: nn.Module) -> list[Ready]:
+def refit(loader: Through, layout: Layout, trainer: nn.Module) -> list[Ready]:
     """All frames prepared, then all installed."""
     readies = [loader.prepare(frame.index, whole(frame, layout, trainer)) for frame in layout.frames]
     for ready in readies:
@@ -208,13 +209,13 @@ def test_a_tied_tensor_stays_tied() -> None:
 
 
 @pytest.fixture
-def untied() -> tuple[Holds, ModuleLoader, Layout]:
+def untied() -> tuple[Holds, Through, Layout]:
     """An engine that keeps apart what the trainer ties."""
     engine, layout = Holds(embed=random(3, 2), head=random(3, 2)), layout_of(tied())
     return engine, bound(engine, layout), layout
 
 
-def test_what_is_tied_at_the_trainer_reaches_every_copy_here(untied: tuple[Holds, ModuleLoader, Layout]) -> None:
+def test_what_is_tied_at_the_trainer_reaches_every_copy_here(untied: tuple[Holds, Through, Layout]) -> None:
     engine, loader, layout = untied
     trainer = Holds(embed=random(3, 2, seed=5))
     refit(loader, layout, trainer)
@@ -223,7 +224,7 @@ def test_what_is_tied_at_the_trainer_reaches_every_copy_here(untied: tuple[Holds
 
 
 @pytest.mark.parametrize("name", ["embed", "head"])
-def test_a_copy_that_went_astray_is_noticed(untied: tuple[Holds, ModuleLoader, Layout], name: str) -> None:
+def test_a_copy_that_went_astray_is_noticed(untied: tuple[Holds, Through, Layout], name: str) -> None:
     engine, loader, _ = untied
     engine.get_parameter(name).view(torch.int16)[2, 1] ^= 1
     with pytest.raises(DigestMismatch, match="differ between two copies"):
@@ -400,16 +401,6 @@ def test_a_region_of_part_of_a_tensor_is_bound_to_that_part() -> None:
     assert engine.weight.view(torch.int16).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("call", ["digest", "prepare", "install", "undo"])
-def test_a_loader_that_is_not_bound_says_so(call: str) -> None:
-    loader = ModuleLoader(nn.Linear(1, 1))
-    arguments = {"prepare": (0, Change(Operation.OVERWRITE, None, np.zeros(1, np.uint32)))}.get(
-        call, () if call == "digest" else (None,)
-    )
-    with pytest.raises(StateError, match="not bound to a layout yet"):
-        getattr(loader, call)(*arguments)
-
-
 def test_a_layout_that_was_refused_leaves_the_binding_as_it_was() -> None:
     trainer, engine = Holds(weight=random(3)), Holds(weight=random(3, seed=5))
     layout = layout_of(trainer)
@@ -420,18 +411,18 @@ def test_a_layout_that_was_refused_leaves_the_binding_as_it_was() -> None:
     assert state(engine) == state(trainer)
 
 
-# ---------------------------------------------------------------------- the storage epoch
+# ---------------------------------------------------------------------- the fingerprint of storages
 
 
-def test_a_refit_and_a_step_in_place_stay_in_one_epoch() -> None:
+def test_a_refit_and_a_step_in_place_leave_the_fingerprint() -> None:
     trainer, engine = nn.Linear(3, 2), nn.Linear(3, 2)
     layout = layout_of(trainer)
     loader = bound(engine, layout)
-    before = loader.epoch()
+    before = loader.fingerprint()
     refit(loader, layout, trainer)
     with torch.no_grad():
         engine.weight += 1
-    assert loader.epoch() == before
+    assert loader.fingerprint() == before
 
 
 def replace(model: nn.Linear) -> None:
@@ -465,11 +456,11 @@ def tie(model: nn.Linear) -> None:
 @pytest.mark.parametrize(
     "change", [replace, rebind, restride, shift, reinterpret, add, tie], ids=lambda change: change.__name__
 )
-def test_memory_that_moves_begins_another_epoch(change: Callable[[nn.Linear], None]) -> None:
+def test_memory_that_moves_changes_the_fingerprint(change: Callable[[nn.Linear], None]) -> None:
     engine = nn.Linear(2, 2).requires_grad_(False)
     kept = engine.weight.data  # so that its memory is not used again
     loader = ModuleLoader(engine)
-    before = loader.epoch()
+    before = loader.fingerprint()
     change(engine)
-    assert loader.epoch() != before
+    assert loader.fingerprint() != before
     assert kept is not None

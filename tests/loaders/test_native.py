@@ -12,6 +12,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from support.loaders import Through
 from support.refits import FAST, publish
 
 import dcr
@@ -71,8 +72,11 @@ def natively(case: Case, trainer: Tree) -> dict[str, bytes]:
     return memory(engine)
 
 
-class Breaking(NativeLoader):
+class Breaking(Through):
     """A native loader that fails when it has installed the n-th frame, and whose undo may fail too."""
+
+    def __init__(self, engine: Any, **options: Any) -> None:
+        super().__init__(NativeLoader(engine, **options))
 
     at: int | None = None
     undoes = True
@@ -213,7 +217,7 @@ async def test_memory_that_was_tampered_with_is_refused_before_the_first_write(t
     """A bit of everything that a version made: what is moved, cast, absorbed, quantised, or loaded by the engine."""
     case = CASES[name]
     async with following(tmp_path, case, quorum=0) as (trainer, engine, loader, publisher, versions):
-        record = loader.record
+        record = loader.loader.record
         made = {home.memory for home in record.homes} | {m for one in record.reloads for m in one.memories}
         flipped = memories_of(slots_of(engine.module))[max(made)]
         flipped.live[0] ^= 1
@@ -230,7 +234,7 @@ async def test_memory_that_was_tampered_with_is_refused_before_the_first_write(t
 
 def test_verbs_before_a_binding_say_what_is_missing() -> None:
     loader = NativeLoader(CASES["composed"].make())
-    for call in (loader.digest, lambda: loader.record, lambda: loader.wanted):
+    for call in (loader.finalize, lambda: loader.record):
         with pytest.raises(StateError, match="call bind first"):
             call()
 
@@ -255,9 +259,9 @@ def test_a_binding_after_weights_moved_records_again() -> None:
     loader = NativeLoader(engine)
     schema = Schema(tuple(TensorSpec(name, "bfloat16", shape) for name, shape in case.shapes.items()))
     loader.bind(Layout(schema, ()))
-    before, record = loader.epoch(), loader.record
+    before, record = loader.fingerprint(), loader.record
     engine.module.norm.data = engine.module.norm.data.clone()
-    assert loader.epoch() != before
+    assert loader.fingerprint() != before
     loader.bind(Layout(schema, ()))
     assert loader.record is not record
 
@@ -267,12 +271,14 @@ def test_what_the_engine_loaded_itself_is_watched() -> None:
     case = CASES["composed"]
     engine = case.make()
     loader = NativeLoader(engine)
-    loader.bind(Layout(Schema((TensorSpec("mixer.a", "bfloat16", (8,)), TensorSpec("norm", "bfloat16", (8,)))), ()))
-    loader.settle()
-    loader.digest()
+    weights = loader.bind(
+        Layout(Schema((TensorSpec("mixer.a", "bfloat16", (8,)), TensorSpec("norm", "bfloat16", (8,)))), ())
+    )
+    loader.finalize()
+    weights.digest()
     engine.module.get_parameter("mixer.a").data.view(torch.int32)[3] ^= 1
     with pytest.raises(DigestMismatch, match=r"mixer\.a: memory is not what the engine's loader left there"):
-        loader.digest()
+        weights.digest()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -330,15 +336,15 @@ def test_what_modules_keep_beside_tensors_is_left_by_binding_follows_installs_an
     engine = _with_numbers()
     schema = Schema((TensorSpec("fc.w", "bfloat16", (4,)),))
     loader = NativeLoader(engine)
-    loader.bind(Layout(schema, (FrameSpec("bfloat16", (Region(0, 0, ((4, 1),)),)),)))
+    weights = loader.bind(Layout(schema, (FrameSpec("bfloat16", (Region(0, 0, ((4, 1),)),)),)))
     assert _numbers(engine) == (0.0, [])
     values = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
-    ready = loader.prepare(0, Change(Operation.OVERWRITE, None, bits_of(values)))
-    loader.install(ready)
-    loader.settle()
+    ready = weights.prepare(0, Change(Operation.OVERWRITE, None, bits_of(values)))
+    weights.install(ready)
+    loader.finalize()
     assert _numbers(engine) == (4.0, ["fc.w"])
-    loader.undo(ready)
-    loader.settle()
+    weights.undo(ready)
+    loader.finalize()
     assert _numbers(engine) == (0.0, [])
 
 
@@ -346,13 +352,13 @@ def test_a_loader_that_stops_after_it_was_recorded_is_noticed_before_anything_is
     engine = _with_numbers()
     schema = Schema((TensorSpec("fc.w", "bfloat16", (4,)),))
     loader = NativeLoader(engine)
-    loader.bind(Layout(schema, (FrameSpec("bfloat16", (Region(0, 0, ((4, 1),)),)),)))
+    weights = loader.bind(Layout(schema, (FrameSpec("bfloat16", (Region(0, 0, ((4, 1),)),)),)))
     before = memory(engine)
     engine.loads = lambda model, pairs: None
-    ready = loader.prepare(0, Change(Operation.OVERWRITE, None, np.ones(4, np.uint16)))
-    loader.install(ready)
+    ready = weights.prepare(0, Change(Operation.OVERWRITE, None, np.ones(4, np.uint16)))
+    weights.install(ready)
     with pytest.raises(StateError, match=r"to write fc\.w when it loads fc\.w.*nothing any more"):
-        loader.settle()
+        loader.finalize()
     assert memory(engine) == before
 
 
@@ -360,10 +366,10 @@ def test_a_loader_that_loads_the_same_again_is_none_that_has_stopped() -> None:
     engine = _with_numbers()
     schema = Schema((TensorSpec("fc.w", "bfloat16", (4,)),))
     loader = NativeLoader(engine)
-    loader.bind(Layout(schema, (FrameSpec("bfloat16", (Region(0, 0, ((4, 1),)),)),)))
+    weights = loader.bind(Layout(schema, (FrameSpec("bfloat16", (Region(0, 0, ((4, 1),)),)),)))
     for _ in range(2):
-        loader.install(loader.prepare(0, Change(Operation.OVERWRITE, None, np.ones(4, np.uint16))))
-        loader.settle()
+        weights.install(weights.prepare(0, Change(Operation.OVERWRITE, None, np.ones(4, np.uint16))))
+        loader.finalize()
 
 
 def test_lists_that_hold_each_other_are_looked_at_once() -> None:

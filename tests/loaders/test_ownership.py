@@ -173,7 +173,7 @@ def test_an_owner_that_was_replaced_puts_nothing_in_place(folder: Path, when: st
     assert load(folder) == before
     for ready in readies:
         loader.undo(ready)
-    loader.settle()
+    loader.finalize()
     assert (load(folder), dirty(folder)) == (before, [LOCK])
     loader.release()
     assert (folder / LOCK).read_text() == other
@@ -217,7 +217,7 @@ def test_somebody_elses_checkpoint_is_not_replaced(folder: Path) -> None:
     (folder / "copy").write_bytes(saved)
     (folder / "copy").replace(folder / name)
     with pytest.raises(StorageRebound, match="somebody else has written to"):
-        loader.settle()
+        loader.finalize()
     assert (folder / name).read_bytes() == saved
     assert dirty(folder) == [LOCK]
     assert {path.name for path in folder.iterdir()} == {LOCK, name, *(entry.file for entry in entries_of(folder))}
@@ -251,7 +251,7 @@ def test_a_forked_child_is_refused_and_leaves_its_parents_files_alone(folder: Pa
         for call in (
             lambda: loader.install(readies[1]),
             lambda: loader.undo(readies[0]),
-            loader.settle,
+            loader.finalize,
             lambda: loader.bind(layout_of(WEIGHTS, frame_elems=50)),
         ):
             with pytest.raises(StateError, match=f"this is process {os.getpid()}, forked from it"):
@@ -263,7 +263,7 @@ def test_a_forked_child_is_refused_and_leaves_its_parents_files_alone(folder: Pa
     assert load(folder) == before
     for ready in readies[1:]:
         loader.install(ready)
-    loader.settle()
+    loader.finalize()
     assert load(folder) != before
 
 

@@ -222,8 +222,8 @@ def test_a_full_disk_leaves_the_version_before_and_poisons_nobody(
 
     monkeypatch.setattr(shutil, "copyfile", fill)
     with pytest.raises(OSError, match="No space left"):
-        apply.install(loader, readies, loader.settle)
+        apply.install(loader, readies, loader.finalize)
     assert (load(folder), sorted(path.name for path in folder.iterdir())) == (before, names)
     monkeypatch.undo()
-    apply.install(loader, readies, loader.settle)
+    apply.install(loader, readies, loader.finalize)
     assert load(folder) != before

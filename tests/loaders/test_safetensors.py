@@ -88,7 +88,7 @@ def test_nothing_is_seen_of_a_version_until_all_of_it_is_there(folder: Path) -> 
     for ready in readies:
         loader.install(ready)
         assert load(folder) == before
-    loader.settle()
+    loader.finalize()
     assert load(folder) != before
 
 
@@ -158,13 +158,13 @@ def test_a_failure_at_any_rename_leaves_the_version_before_or_the_new_one(
     for ready in readies:
         loader.install(ready)
     try:
-        loader.settle()
+        loader.finalize()
     except OSError:
         assert load(folder) == before
         monkeypatch.undo()
         for ready in reversed(readies):
             loader.undo(ready)
-        loader.settle()
+        loader.finalize()
         assert load(folder) == before
         install(loader, readies)
     assert load(folder) == after

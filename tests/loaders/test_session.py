@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from dcr.errors import Poisoned, ReadBackError, StateError
-from dcr.loaders.session import Session
+from dcr.loaders.session import Guarded, Session
 
 
 class Recording:
@@ -15,7 +17,8 @@ class Recording:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.fails: str | None = None
-        for name in ("bind", "epoch", "prepare", "digest", "install", "undo", "settle"):
+        self.parts: list[Any] = []
+        for name in ("prepare", "digest", "install", "undo", "finalize"):
             setattr(self, name, lambda *args, name=name: self._note(name))
 
     def _note(self, name: str) -> None:
@@ -35,40 +38,43 @@ def run(model: torch.nn.Module) -> None:
 
 def test_nothing_is_written_outside_of_a_session(model: torch.nn.Module) -> None:
     rank = Recording()
-    session = Session(rank, model)
+    session = Session(model)
+    weights = Guarded(rank, session)
     ready = object()
     with pytest.raises(StateError, match="no weight update session is open"):
-        session.install(ready)
-    session.undo(ready)
-    session.settle()
+        weights.install(ready)
+    weights.undo(ready)
+    session.finalize(rank.finalize)
     assert rank.calls == []
 
 
 def test_what_was_written_in_a_session_is_not_undone_outside_of_it(model: torch.nn.Module) -> None:
     rank = Recording()
-    session = Session(rank, model)
+    session = Session(model)
+    weights = Guarded(rank, session)
     ready = object()
     session.open()
-    session.install(ready)
-    session.settle()
-    session.undo(ready)
-    assert rank.calls == ["install", "settle", "undo"]
+    weights.install(ready)
+    session.finalize(rank.finalize)
+    weights.undo(ready)
+    assert rank.calls == ["install", "finalize", "undo"]
     session.close()
     with pytest.raises(StateError):
-        session.undo(ready)
-    assert rank.calls == ["install", "settle", "undo"]
+        weights.undo(ready)
+    assert rank.calls == ["install", "finalize", "undo"]
 
 
 def test_what_only_reads_needs_no_session(model: torch.nn.Module) -> None:
     rank = Recording()
-    session = Session(rank, model)
-    for verb in ("bind", "epoch", "prepare", "digest"):
-        getattr(session, verb)()
-    assert rank.calls == ["bind", "epoch", "prepare", "digest"]
+    session = Session(model)
+    weights = Guarded(rank, session)
+    weights.prepare()
+    weights.digest()
+    assert rank.calls == ["prepare", "digest"]
 
 
 def test_the_model_does_not_run_while_a_session_is_open(model: torch.nn.Module) -> None:
-    session = Session(Recording(), model)
+    session = Session(model)
     run(model)
     session.open()
     session.open()  # a second time changes nothing
@@ -80,15 +86,16 @@ def test_the_model_does_not_run_while_a_session_is_open(model: torch.nn.Module) 
 
 def test_a_session_with_a_failed_write_closes_only_after_an_undo(model: torch.nn.Module) -> None:
     rank = Recording()
-    session = Session(rank, model)
+    session = Session(model)
+    weights = Guarded(rank, session)
     session.open()
     rank.fails = "install"
     with pytest.raises(ReadBackError):
-        session.install(object())
+        weights.install(object())
     with pytest.raises(Poisoned, match="half a version"):
         session.close()
     with pytest.raises(Poisoned):
         run(model)
-    session.undo(object())
+    weights.undo(object())
     session.close()
     run(model)

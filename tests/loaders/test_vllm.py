@@ -23,7 +23,7 @@ from dcr.engines import workers
 from dcr.engines.vllm import VllmLoader
 from dcr.engines.vllm_pause import Pause
 from dcr.errors import BaseMismatch, Poisoned, RankError, ReadBackError, StateError
-from dcr.loaders.session import Session
+from dcr.loaders.session import Guarded, Session
 
 INSTALLED = ["pause", "start_weight_update", "finish_weight_update", "prefix", "mm", "encoder", "label 2", "resume"]
 
@@ -32,18 +32,33 @@ def config(replicas: int = 1) -> Any:
     return SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=replicas))
 
 
+class Behind:
+    """A rank behind a session, as `dcr.engines.vllm_worker.VllmRank` is."""
+
+    def __init__(self, rank: WatchedRank, session: Session) -> None:
+        self.fingerprint, self.mark, self.require_awake = rank.fingerprint, rank.mark, rank.require_awake
+        self._rank, self._session = rank, session
+
+    def bind(self, layout: Any) -> Any:
+        return Guarded(self._rank.bind(layout), self._session)
+
+    def finalize(self) -> None:
+        self._session.finalize(self._rank.finalize)
+
+
 class Worker:
     """What `dcr.engines.vllm_worker.Transfer` is in a worker of vLLM."""
 
     def __init__(self, rank: WatchedRank) -> None:
         self.rank = rank
         self.model = torch.nn.Linear(1, 1)
-        self.session = Session(rank, self.model)
+        self.session = Session(self.model)
+        self.behind = Behind(rank, self.session)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         connection = workers.connect(init_info["address"])
         told = {"key": bytes.fromhex(init_info["key"]), "rank": self.rank.rank, "world": self.rank.world}
-        threading.Thread(target=workers.serve, args=(connection, self.session), kwargs=told, daemon=True).start()
+        threading.Thread(target=workers.serve, args=(connection, self.behind), kwargs=told, daemon=True).start()
 
     def start_weight_update(self) -> None:
         self.session.open()
@@ -341,7 +356,7 @@ async def test_an_engine_of_several_replicas_is_refused_before_anything_is_asked
 
 async def test_a_loader_that_was_not_entered_says_so(run: Run) -> None:
     with pytest.raises(StateError, match="async with"):
-        VllmLoader(Engine(run.ranks)).digest()
+        VllmLoader(Engine(run.ranks)).fingerprint()
 
 
 # ------------------------------------------------------------------ others pause, resume, and put it to sleep

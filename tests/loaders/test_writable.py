@@ -101,8 +101,8 @@ def test_read_only_memory_is_refused_by_name(file: Path, kind: str, loader: str)
 @pytest.mark.parametrize("kind", WRITABLE)
 def test_memory_that_may_be_written_is_installed_to(file: Path, kind: str, loader: str) -> None:
     engine = Weights({"weight": WRITABLE[kind](file)})
-    bound = LOADERS[loader](engine)
-    bound.bind(Layout(Schema((TensorSpec("weight", "float32", (NUMEL,)),)), layout_of(engine).specs))
+    layout = Layout(Schema((TensorSpec("weight", "float32", (NUMEL,)),)), layout_of(engine).specs)
+    bound = LOADERS[loader](engine).bind(layout)
     bound.install(bound.prepare(0, Change(Operation.OVERWRITE, None, np.arange(NUMEL, dtype=np.uint32))))
     assert engine.weight.view(torch.int32).tolist() == list(range(NUMEL))
 

@@ -350,7 +350,7 @@ def what_ranks_share_is_counted_once(summed: Any) -> Any:
     return all_counted
 
 
-storages_stay_where_they_were_bound = removed(hooks.RANK_REQUIRE_EPOCH)
+storages_stay_where_they_were_bound = removed(hooks.RANK_REQUIRE_FINGERPRINT)
 
 
 @becomes(hooks.MIX)

@@ -163,17 +163,22 @@ class Watched:
 
     def __init__(self, engine: Engine, loader: Any) -> None:
         self.member = engine.seen.name
-        self.epoch = loader.epoch
+        self.fingerprint, self.finalize = loader.fingerprint, loader.finalize
+        self.reads_base = getattr(loader, "reads_base", False)
+        if self.reads_base:
+            self.read = lambda frame: self._weights.read(frame)
         self._engine, self._loader = engine, loader
+        self._weights: Any = None
         self._frames: list[Any] = []
         self._undo_fails = False
 
-    def bind(self, layout: Layout) -> None:
-        self._loader.bind(layout)
+    def bind(self, layout: Layout) -> Watched:
+        self._weights = self._loader.bind(layout)
         self._frames = self._engine.seen.memory.of_frames(layout)
+        return self
 
     def prepare(self, frame: int, change: Change) -> Ready:
-        ready = self._loader.prepare(frame, change)
+        ready = self._weights.prepare(frame, change)
         self._engine.read[id(ready)] = ready, self._engine.seen.rubbish & self._frames[frame]
         return ready
 
@@ -184,7 +189,7 @@ class Watched:
         engine.seen.overlooked |= engine.seen.rubbish
         if engine.breaks and engine.breaks[0][1] == 0 and engine.body.breaks(engine.breaks[0][0]):
             engine.breaks.pop(0)
-        self._loader.install(ready)
+        self._weights.install(ready)
         if engine.breaks and engine.breaks[0][1] == 0:
             self._break(engine.breaks.pop(0)[0])
         elif engine.breaks:
@@ -202,14 +207,11 @@ class Watched:
             self._undo_fails = False
             raise ReadBackError("a test says that the undo failed")
         self._engine.seen.writes += 1
-        self._loader.undo(ready)
-
-    def settle(self) -> None:
-        self._loader.settle()
+        self._weights.undo(ready)
 
     def digest(self) -> Lanes:
         self._engine.seen.rubbish[:] = self._engine.seen.overlooked[:] = False
-        return self._loader.digest()
+        return self._weights.digest()
 
 
 class Engine:

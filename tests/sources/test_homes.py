@@ -218,18 +218,18 @@ def test_what_a_load_writes_besides_may_not_move_either(nested: bool) -> None:
     engine = Engine(nested)
     loader = NativeLoader(engine)
     loader.bind(LAYOUT)
-    before = loader.epoch()
-    assert loader.epoch() == before
+    before = loader.fingerprint()
+    assert loader.fingerprint() == before
     engine.module.packed = [torch.zeros(4)] if nested else torch.zeros(4)
-    assert loader.epoch() != before
+    assert loader.fingerprint() != before
 
 
 @pytest.mark.parametrize("move", MOVES)
 def test_a_loader_tells_an_epoch_from_another(move: Callable[[Model], None]) -> None:
-    """The first epoch is that of a full look, the second that of a quick one."""
+    """The first fingerprint is that of a full look, the second that of a quick one."""
     model = Model()
     loader = ModuleLoader(model)
-    assert loader.epoch() == loader.epoch()
-    before = loader.epoch()
+    assert loader.fingerprint() == loader.fingerprint()
+    before = loader.fingerprint()
     move(model)
-    assert loader.epoch() != before
+    assert loader.fingerprint() != before

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.loaders import Through
 from support.refits import FAST, publish, state
 
 import dcr
@@ -153,7 +154,7 @@ async def test_a_function_that_changes_the_weights_themselves_poisons(
 
 async def test_what_a_function_leaves_alone_is_looked_at_once(tmp_path: Path) -> None:
     trainer, engine = linear(), linear()
-    url, loader = f"local://{tmp_path}", dcr.loader("module", engine)
+    url, loader = f"local://{tmp_path}", Through(dcr.loader("module", engine))
     async with (
         dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
         dcr.subscriber(url, loader=loader, member="m", transport=FAST, after_install=lambda: None) as versions,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.kept import Kept, attempts, clear
+from support.loaders import Through
 from support.refits import FAST, Rollout, Weights, bits, empty_like, publish, require_equal, running, set_bits, state
 
 import dcr
@@ -31,11 +32,11 @@ ELEMS, FRAME_ELEMS = 4000, 1000
 URL = "memory:///run"
 
 
-class Counting(ModuleLoader):
+class Counting(Through):
     """A loader that keeps what it is told to install."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__(module)
+        super().__init__(ModuleLoader(module))
         self.installs: list[int] = []
 
     def install(self, ready: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.loaders import Through
 from support.refits import FAST, publish, said
 from support.tensor_parallel import (
     SCHEMA,
@@ -86,8 +88,7 @@ def join(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 def test_the_digest_of_all_ranks_is_that_of_the_whole_model(join: Join, world: int) -> None:
     weights = values(1)
     ranks = join(toys(world, weights))
-    ranks.bind(layout())
-    assert np.array_equal(ranks.digest(), whole_digest(weights))
+    assert np.array_equal(ranks.bind(layout()).digest(), whole_digest(weights))
 
 
 def test_a_member_has_at_least_one_rank() -> None:
@@ -118,7 +119,7 @@ async def test_a_waived_tensor_that_no_rank_holds_counts_for_the_digest(tmp_path
     weights = values(1)
     trainer, ranks = trainer_of(weights), without_experts(values(9))
     url = f"local://{tmp_path / 'run'}"
-    member = Ranks(ranks, waive=["*_expert"])
+    member = Through(Ranks(ranks, waive=["*_expert"]))
     async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST, frame_elems=33) as publisher:
         await publish(publisher, 1)
         async with dcr.subscriber(url, loader=member, member="m", transport=FAST) as versions:
@@ -141,8 +142,8 @@ def test_parts_that_overlap_are_refused_by_name() -> None:
     ranks = toys(2, values(1))
 
     class Wider:
-        def bind(self, layout: Layout) -> list[Region]:
-            return [Region(0, 0, ((31, 1),)), *ranks[0].bind(layout)[1:]]
+        def bind(self, layout: Layout) -> Any:
+            return SimpleNamespace(parts=[Region(0, 0, ((31, 1),)), *ranks[0].bind(layout).parts[1:]])
 
     with pytest.raises(LayoutError, match=r"a_rows \(61 of 60 elements\)"):
         Ranks([Wider(), ranks[1]]).bind(layout())
@@ -153,8 +154,8 @@ def test_parts_that_overlap_are_refused_by_name() -> None:
 def test_a_change_reaches_every_rank_that_holds_some_of_it(join: Join, world: int, operation: Operation) -> None:
     old, new = values(1), values(2)
     ranks = toys(world, old)
-    member, frames = join(ranks), layout()
-    member.bind(frames)
+    frames = layout()
+    member = join(ranks).bind(frames)
     wanted = toys(world, new)
     before = raw(ranks)
     readies = []
@@ -183,8 +184,7 @@ def test_a_change_reaches_every_rank_that_holds_some_of_it(join: Join, world: in
 
 def test_copies_that_differ_between_ranks_are_noticed(join: Join) -> None:
     ranks = toys(4, values(1))
-    member = join(ranks)
-    member.bind(layout())
+    member = join(ranks).bind(layout())
     ranks[1].memories["c_heads"][4] ^= 1  # rank 0 holds the same head
     with pytest.raises(DigestMismatch):
         member.digest()
@@ -322,8 +322,7 @@ async def test_a_member_is_poisoned_when_one_rank_can_not_undo(tmp_path: Path, j
 
 def test_a_joint_error_names_every_rank_that_failed(join: Join) -> None:
     ranks = toys(2, values(1))
-    member = join(ranks)
-    member.bind(layout())
+    member = join(ranks).bind(layout())
     for rank in ranks:
         rank.fail_at = 0
     ready = member.prepare(0, Change(Operation.OVERWRITE, None, np.zeros(layout().frames[0].numel, np.uint16)))

@@ -149,14 +149,14 @@ def test_an_error_of_a_rank_keeps_its_kind() -> None:
         def bind(self, layout: Any) -> list[Any]:
             raise SchemaError("w has no place here")
 
-        def epoch(self) -> bytes:
+        def fingerprint(self) -> bytes:
             raise ZeroDivisionError("by zero")
 
     worker = served(Refusing())
     with pytest.raises(SchemaError, match="rank 0: w has no place here"):
         worker.bind(dcr.layout.frames.Layout(dcr.layout.schema.Schema(SPECS), ()))
     with pytest.raises(RankError, match="rank 0: ZeroDivisionError: by zero"):
-        worker.epoch()
+        worker.fingerprint()
     worker.close()
 
 
@@ -164,16 +164,16 @@ def test_a_rank_that_does_not_answer_is_given_up() -> None:
     gone = threading.Event()
 
     class Silent:
-        def epoch(self) -> bytes:
+        def fingerprint(self) -> bytes:
             gone.wait(5)
             return b"late"
 
     worker = served(Silent())
     with pytest.raises(RankError, match="rank 0 is gone"):
-        worker.epoch()
+        worker.fingerprint()
     gone.set()
     with pytest.raises(RankError, match="rank 0 is gone"):  # the late answer is nobody's
-        worker.epoch()
+        worker.fingerprint()
 
 
 def test_what_is_let_go_of_is_freed_in_the_worker() -> None:
@@ -191,12 +191,13 @@ def test_what_is_let_go_of_is_freed_in_the_worker() -> None:
     layout = dcr.layout.frames.Layout(
         dcr.layout.schema.Schema(SPECS[:1]), (dcr.layout.frames.FrameSpec("bfloat16", (REGION,)),)
     )
-    worker.bind(layout)
-    share = worker.prepare(0, dcr.codecs.patch.Change(dcr.Operation.OVERWRITE, None, np.zeros(60, np.uint16)))
-    worker.epoch()
+    share = worker.bind(layout).prepare(
+        0, dcr.codecs.patch.Change(dcr.Operation.OVERWRITE, None, np.zeros(60, np.uint16))
+    )
+    worker.fingerprint()
     assert kept[0]() is not None
     del share
-    worker.epoch()
+    worker.fingerprint()
     assert kept[0]() is None
     worker.close()
 

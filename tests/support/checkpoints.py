@@ -85,7 +85,7 @@ def new_version(loader: SafetensorsLoader, step: int) -> list[Ready]:
 def install(loader: SafetensorsLoader, readies: list[Ready]) -> None:
     for ready in readies:
         loader.install(ready)
-    loader.settle()
+    loader.finalize()
 
 
 def install_and_die(folder: Path, frames: int) -> None:
@@ -114,4 +114,4 @@ def write_all(folder: Path, weights: dict[str, Weight], value: int, talk: Connec
         loader.install(loader.prepare(frame.index, change))
     talk.send("installed")
     talk.recv()
-    loader.settle()
+    loader.finalize()

@@ -20,7 +20,7 @@ class Mortal(ToyRank):
         if self.installs == self.dies_at:
             (write, *_) = ready.writes
             half = len(write.bits) // 2
-            self.parts[write.home].memory[write.positions[:half]] = write.bits[:half]
+            self.held[write.home].memory[write.positions[:half]] = write.bits[:half]
             os.kill(os.getpid(), signal.SIGKILL)
         super().install(ready)
 

@@ -81,7 +81,7 @@ class ToyRank:
         self.rank, self.world = rank, world
         self.split = split
         self.rng = np.random.default_rng((seed, rank))
-        self.parts: list[Held] = []
+        self.held: list[Held] = []
         self.memories: dict[str, np.ndarray] = {}
         self.fail_at = -1
         self.undo_fails = False
@@ -96,26 +96,31 @@ class ToyRank:
                 memory[3 : 3 + count] = weights[spec.name].reshape(-1)[elements(region)]
                 self.memories[spec.name] = memory
 
-    def bind(self, layout: Layout) -> list[Region]:
+    def bind(self, layout: Layout) -> ToyRank:
+        """Bind it; it is its own weights."""
         self.layout = layout
-        self.parts = []
+        self.held = []
         for tensor, spec in enumerate(layout.schema.tensors):
             for region in self.split(spec, self.rank, self.world):
                 if spec.name not in self.memories:
                     raise SchemaError(f"{spec.name} is published and has no place here")
                 there = elements(region)
                 held = Region(tensor, region.there0, region.dims)
-                self.parts.append(Held(held, there, 3 + np.arange(len(there)), self.memories[spec.name]))
-        return [held.region for held in self.parts]
+                self.held.append(Held(held, there, 3 + np.arange(len(there)), self.memories[spec.name]))
+        return self
 
-    def epoch(self) -> bytes:
+    @property
+    def parts(self) -> list[Region]:
+        return [held.region for held in self.held]
+
+    def fingerprint(self) -> bytes:
         return repr([memory.ctypes.data for memory in self.memories.values()]).encode()
 
     def prepare(self, frame: int, change: Change) -> Ready:
         tensor, there = self._canonical(frame)
         positions = np.arange(len(tensor), dtype=np.uint32) if change.positions is None else change.positions
         writes, old_sums, new_sums, parts = [], [], [], []
-        for number, held in enumerate(self.parts):
+        for number, held in enumerate(self.held):
             if held.region.tensor not in self.layout.frames[frame].tensors:
                 continue
             order = np.argsort(held.there)
@@ -135,7 +140,7 @@ class ToyRank:
 
     def install(self, ready: Ready) -> None:
         for write in ready.writes:
-            self.parts[write.home].memory[write.positions] = write.bits
+            self.held[write.home].memory[write.positions] = write.bits
         self.installs += 1
         if self.installs == self.fail_at + 1:
             raise ReadBackError("a test says that memory did not keep its bits")
@@ -145,13 +150,13 @@ class ToyRank:
             self.undo_fails = False
             raise ReadBackError("a test says that the undo failed")
         for write in ready.writes:
-            self.parts[write.home].memory[write.positions] = write.old
+            self.held[write.home].memory[write.positions] = write.old
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Nothing here is made of the weights."""
 
     def digest(self) -> Lanes:
-        sums = [self._sum(h.region.tensor, h.there, h.memory[h.here]) for h in self.parts]
+        sums = [self._sum(h.region.tensor, h.there, h.memory[h.here]) for h in self.held]
         return np.array(sums, np.uint64).reshape(-1, 2)
 
     def raw(self) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.bent import Bent, kit_tests, replacing
+from support.loaders import Through
 from support.refits import Weights
 
 import dcr
@@ -214,7 +215,7 @@ def _carried(engine: Engine, loader: Loader) -> Bent:
 
 def _counting(engine: Engine, loader: Loader) -> Bent:
     count = iter(range(1000))
-    return replacing(epoch=lambda straight: b"%d" % next(count))(loader)
+    return replacing(fingerprint=lambda straight: b"%d" % next(count))(loader)
 
 
 def _by_frames(engine: Engine, loader: Loader) -> Bent:
@@ -345,10 +346,22 @@ BREAKS: list[tuple[str, list[Any], Bend]] = [
     ("the_digest_does_not_depend_on_the_cut_into_frames", [()], _by_frames),
     ("digesting_writes_nothing", [()], doing("digest", _flip)),
     #
-    ("the_epoch_stays_while_nothing_moves", [()], _counting),
-    ("the_epoch_changes_when_a_weight_is_given_new_memory", [()], method(epoch=lambda loader: b"for ever")),
+    ("the_fingerprint_stays_while_nothing_moves", [()], _counting),
+    ("the_fingerprint_changes_when_a_weight_is_given_new_memory", [()], method(fingerprint=lambda loader: b"for ever")),
 ]
 EACH = [pytest.param(test, one, bend, id=f"{test}{one}") for test, args, bend in BREAKS for one in args]
+
+
+def _as_weights(bent: Any) -> Any:
+    """A bent loader that is its own live weights, so that both are bent."""
+    bind = bent.bind
+
+    def bound(layout: Layout) -> Any:
+        bind(layout)
+        return bent
+
+    bent.bind = bound
+    return bent
 
 
 @pytest.mark.parametrize(("test", "args", "bend"), EACH)
@@ -358,7 +371,7 @@ def test_the_kit_notices(test: str, args: tuple[Any, ...], bend: Bend) -> None:
 
         def make(self, weights: Mapping[str, Weight]) -> tuple[Any, Loader]:
             engine, loader = super().make(weights)
-            return engine, bend(Engine(engine), loader)
+            return engine, _as_weights(bend(Engine(engine), Through(loader)))
 
     with pytest.raises((AssertionError, pytest.fail.Exception, dcr.DcrError)):
         getattr(Kit(), f"test_{test}")(*args)

@@ -18,7 +18,7 @@ from dcr.layout.frames import Frame, Layout, Shard
 from dcr.layout.schema import WIDTHS, Schema, TensorSpec, keys
 from dcr.layout.views import UNSIGNED, Bits, Lanes, Positions
 from dcr.memory.ready import Ready
-from dcr.seams import Loader
+from dcr.seams import LiveWeights, Loader
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class Bench:
     """An engine, its loader, and what the engine should hold: `held`, flat bits by name, which changes move on."""
 
     def __init__(
-        self, weights: Mapping[str, Weight], engine: Any, loader: Loader[Any], raw: Callable[[], Mapping[str, bytes]]
+        self, weights: Mapping[str, Weight], engine: Any, loader: Loader, raw: Callable[[], Mapping[str, bytes]]
     ) -> None:
         self.weights = dict(weights)
         self.engine = engine
@@ -44,7 +44,7 @@ class Bench:
         self._rng = np.random.default_rng(11)
 
     def bind(self, layout: Layout) -> None:
-        self.loader.bind(layout)
+        self.live: LiveWeights[Any] = self.loader.bind(layout)
         self.layout = layout
 
     def frames(self) -> range:
@@ -84,13 +84,13 @@ class Bench:
         return frame, Change(Operation.OVERWRITE, None, new)
 
     def prepare(self, *changes: tuple[int, Change]) -> list[Ready]:
-        return [self.loader.prepare(frame, change) for frame, change in changes]
+        return [self.live.prepare(frame, change) for frame, change in changes]
 
     def refit(self, *changes: tuple[int, Change]) -> None:
         """Everything prepared, then everything installed."""
         for ready in self.prepare(*changes):
-            self.loader.install(ready)
-        self.loader.settle()
+            self.live.install(ready)
+        self.loader.finalize()
 
     def dense(self, frame: int) -> Bits:
         """The bits [N] of a frame that the engine should hold."""
@@ -109,7 +109,7 @@ class Bench:
 
     def require_digest(self, when: str) -> None:
         """The loader's digest is the sum over what should be held."""
-        found = self.loader.digest()
+        found = self.live.digest()
         wanted = np.zeros_like(found)
         for tensor, (spec, key) in enumerate(self._keyed()):
             bits = self.held[spec.name]

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcr.codecs.patch import Change
 from dcr.errors import SchemaError
 from dcr.layout.boxes import whole
 from dcr.layout.frames import Layout
 from dcr.layout.schema import TensorSpec
 from dcr.memory.placement import Place, Placement
-from dcr.memory.ready import Ready
 
 
 @dataclass
@@ -26,10 +24,12 @@ Engine = dict[str, Weight]
 
 
 class ArrayLoader:
+    reads_base = True
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def bind(self, layout: Layout) -> None:
+    def bind(self, layout: Layout) -> Placement:
         """Everything is checked before anything is kept: a binding that is refused leaves the one before it."""
         specs = layout.schema.tensors
         if missing := self._engine.keys() - {spec.name for spec in specs}:
@@ -37,26 +37,14 @@ class ArrayLoader:
         weights = [self._find(spec) for spec in specs]
         storages = [weight.bits.reshape(-1) for weight in weights]  # views: no copy
         places = [Place(n, n, whole(spec.shape, _strides(weights[n].bits))) for n, spec in enumerate(specs)]
-        self._placement = Placement(layout, storages, places)
+        return Placement(layout, storages, places)
 
-    def epoch(self) -> bytes:
+    def fingerprint(self) -> bytes:
         homes = [(name, weight.bits.ctypes.data, weight.bits.shape) for name, weight in self._engine.items()]
         return hashlib.blake2b(repr(homes).encode(), digest_size=16).digest()
 
-    def prepare(self, frame: int, change: Change) -> Ready:
-        return self._placement.prepare(frame, change)
-
-    def install(self, ready: Ready) -> None:
-        self._placement.install(ready)
-
-    def undo(self, ready: Ready) -> None:
-        self._placement.undo(ready)
-
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Nothing here is made of the weights."""
-
-    def digest(self) -> np.ndarray:
-        return self._placement.digest()
 
     def _find(self, spec: TensorSpec) -> Weight:
         weight = self._engine.get(spec.name)
