@@ -7,7 +7,7 @@ import uuid
 import anyio
 
 from dcr.errors import Fenced, NotCommittedError
-from dcr.protocol.commit import Sender, after
+from dcr.protocol.machines import AttemptEvent, AttemptMachine, AttemptState
 from dcr.protocol.wire import Head, Identity
 from dcr.seams import Ledger
 
@@ -54,7 +54,7 @@ class Headship:
                 "another publisher has taken over; this one may not publish any more"
             )
 
-    async def move(self, identity: Identity, root: bytes) -> None:
+    async def move(self, identity: Identity, root: bytes, machine: AttemptMachine) -> None:
         """Make a sealed attempt the version. A swap without an answer, or refused, is read back, never retried blind.
 
         Raises:
@@ -63,24 +63,24 @@ class Headship:
             Exception: the head can be neither swapped nor read: whether it moved is not known.
         """
         now, tag = await self.ledger.read()
-        state = Sender.SWAPPING if now == self.head else Sender.FENCED
+        if now != self.head:
+            machine.move(AttemptEvent.LOST)
         ours = Head(self.head.run, self.head.term, identity, root)
         failure: Exception | None = None
         tries = 0
-        while state is not Sender.COMMITTED:
-            if state is Sender.FENCED:
+        while machine.state is not AttemptState.COMMITTED:
+            if machine.state is AttemptState.FENCED:
                 raise Fenced(
                     f"{identity} was not committed: another publisher has moved the head since; "
                     "this one may not publish any more"
                 ) from failure
             try:
-                event = "swapped" if await self.ledger.swap(ours, tag) else "refused"
+                event = AttemptEvent.SWAPPED if await self.ledger.swap(ours, tag) else AttemptEvent.REFUSED
             except Exception as error:
-                event, failure = "no_answer", error
-            state = after(state, event)
-            if state is Sender.UNKNOWN:
-                state = await self.read_back(ours, tag, failure)
-            if state is Sender.SWAPPING:
+                event, failure = AttemptEvent.NO_ANSWER, error
+            if machine.move(event) is AttemptState.UNKNOWN:
+                machine.move(await self.read_back(ours, tag, failure))
+            if machine.state is AttemptState.SWAPPING:
                 tries += 1
                 if tries == TRIES:
                     why = "its swap was refused" if failure is None else repr(failure)
@@ -90,7 +90,7 @@ class Headship:
                 await anyio.sleep(PAUSE_S * tries)
         self.head = ours
 
-    async def read_back(self, ours: Head, base: bytes, failure: Exception | None) -> Sender:
+    async def read_back(self, ours: Head, base: bytes, failure: Exception | None) -> AttemptEvent:
         """What has become of a swap; a refusal may answer a second try of one that had worked."""
         try:
             head, tag = await self.ledger.read()
@@ -98,5 +98,5 @@ class Headship:
             error.add_note(f"reading the head back, after moving it failed with {failure!r}")
             raise
         if head == ours:
-            return after(Sender.UNKNOWN, "head_is_ours")
-        return after(Sender.UNKNOWN, "head_is_base" if tag == base else "lost")
+            return AttemptEvent.HEAD_IS_OURS
+        return AttemptEvent.HEAD_IS_BASE if tag == base else AttemptEvent.LOST

@@ -16,7 +16,8 @@ from dcr.layout import frames
 from dcr.layout.frames import Layout
 from dcr.layout.views import Lanes
 from dcr.protocol import digest
-from dcr.protocol.commit import Votes
+from dcr.protocol.machines import AttemptEvent, AttemptMachine
+from dcr.protocol.votes import Votes
 from dcr.protocol.wire import Abort, ChunkRef, Commit, Head, Identity, MemberRef, Message, Open, Seal
 from dcr.publish.headship import Headship
 from dcr.publish.refit import Refit
@@ -55,9 +56,13 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ballot:
-    """The vote on one attempt, as the first rank counts it. deadline_s: on the event loop's clock, from the seal on."""
+    """One attempt as the first rank moves it: its machine, its votes, and until when they are waited for.
+
+    deadline_s: on the event loop's clock; set by the seal.
+    """
 
     def __init__(self, votes: Votes) -> None:
+        self.machine = AttemptMachine()
         self.votes = votes
         self.deadline_s = math.inf
 
@@ -135,6 +140,7 @@ class Leader:
         ballot = self._voted
         ballot.votes.root = digest.root(digests[1])
         await self._seal(identity, base, refs, digests)
+        ballot.machine.move(AttemptEvent.SEALED)
         ballot.deadline_s = anyio.current_time() + self._vote_timeout_s
 
     async def open_anchor(self, identity: Identity) -> None:
@@ -184,9 +190,10 @@ class Leader:
             NotCommittedError: the head could not be moved, and was not. Fenced: another publisher has taken over. Else
                 what made the outcome unknowable. After the last two this publisher is of no use any more.
         """
-        votes = self._voted.votes
+        votes, machine = self._voted.votes, self._voted.machine
+        machine.move(AttemptEvent.CARRIED)
         with anyio.fail_after(COMMIT_TIMEOUT_S):
-            await self.headship.move(votes.identity, votes.root)
+            await self.headship.move(votes.identity, votes.root, machine)
         self.awaited = self.roster.committed(votes)
         self._end()
         self.outcome = Outcome(_answers(votes, self.roster))
@@ -203,6 +210,7 @@ class Leader:
         self._end()
         if ballot is None:
             return
+        ballot.machine.move(AttemptEvent.GAVE_UP)
         identity = ballot.votes.identity
         reason = f"{type(error).__name__}: {error}"
         with anyio.move_on_after(ABORT_TIMEOUT_S, shield=True):

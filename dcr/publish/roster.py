@@ -20,7 +20,7 @@ from dcr.events import (
     VoteRefused,
 )
 from dcr.events.observers import Observer, tell
-from dcr.protocol.commit import Votes
+from dcr.protocol.votes import Votes
 from dcr.protocol.wire import Ack, Identity, Join, Leave, MemberRef, Message, Nack
 from dcr.publish.refit import Answer, Refit
 

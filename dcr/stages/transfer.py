@@ -14,7 +14,7 @@ from dcr.layout.frames import Layout
 from dcr.pipeline import Inbox, Outbox
 from dcr.pipeline.budget import ByteBudget, Lease
 from dcr.protocol import wire
-from dcr.protocol.commit import Receipt
+from dcr.protocol.receipt import Receipt
 from dcr.protocol.wire import Abort, Chunk, ChunkRef, Message, Open, Seal
 from dcr.seams import Writer
 from dcr.stages.compress import Parcel

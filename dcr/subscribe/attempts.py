@@ -6,7 +6,8 @@ import time
 
 from dcr.errors import BaseMismatch, DcrError, DigestMismatch, IncompleteError, PayloadError, RemoteError, RunMismatch
 from dcr.events import AttemptRefused, ChunkRefused, PrepareCompleted, PrepareFailed, PrepareStarted
-from dcr.protocol import commit
+from dcr.protocol import machines
+from dcr.protocol.machines import MemberEvent
 from dcr.protocol.wire import Abort, Ack, Chunk, Identity, Message, Nack, Open
 from dcr.stages.transfer import Aborted, Superseded
 from dcr.subscribe.membership import Membership
@@ -37,8 +38,7 @@ class Attempts:
             return
         if member.ref not in header.members and header.base in (None, member.holds):
             await member.say(member.join)  # what was said before has been lost
-        if member.holds is not None:
-            member.move("opened")
+        member.machine.move(MemberEvent.OPENED)
         try:
             prepared = await self._vote(opened, header)
         except Aborted as error:
@@ -57,8 +57,7 @@ class Attempts:
             if await self._outcome(identity) and prepared is not None:
                 await self._accept(prepared)
                 return
-        if member.holds is not None:
-            member.move("dropped")
+        member.machine.move(MemberEvent.DROPPED)
 
     async def _vote(self, opened: Message, header: Open) -> Prepared | None:
         """Verify and prepare an attempt, and say so; None if there is nothing here to prepare it on."""
@@ -70,8 +69,7 @@ class Attempts:
             why, duration_s = (type(error).__name__, str(error)), time.monotonic() - began_s
             member.emit(PrepareFailed, version, "live", 1, *why, duration_s)
             raise
-        if member.holds is not None:
-            member.move("prepared")
+        member.machine.move(MemberEvent.PREPARED)
         changed = prepared.changed if prepared is not None else None
         member.emit(PrepareCompleted, version, "live", 1, changed, time.monotonic() - began_s)
         await member.send(Ack("prepared", member.ref, header.identity, root))
@@ -106,16 +104,14 @@ class Attempts:
     async def _verdict(self, identity: Identity) -> bool | None:
         committed = await self._member.committed()
         head = self._member.head
-        return commit.verdict(identity, committed, -1 if head is None else head.term)
+        return machines.verdict(identity, committed, -1 if head is None else head.term)
 
     async def _accept(self, prepared: Prepared) -> None:
         member = self._member
         if member.holds is None:  # an anchor whose very bits are held already
             await member.hold(prepared.identity)
-            member.move("opened")
-            member.move("prepared")
         member.lacks = 1
-        member.move("head_names_it")
+        member.machine.move(MemberEvent.COMMITTED)
         await self._offers.offer_prepared(prepared)
 
     async def _ask_again(self, chunk: Chunk, error: PayloadError) -> None:

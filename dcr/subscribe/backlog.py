@@ -29,6 +29,7 @@ from dcr.events import (
     SeedFetchStarted,
     VersionReplaced,
 )
+from dcr.protocol.machines import MemberEvent
 from dcr.protocol.wire import Identity
 from dcr.runs import chain
 from dcr.seams import Store
@@ -112,7 +113,7 @@ class Backlog:
         Where they do not make one change, or one that fits, fewer are tried next: one of them alone at the end.
         """
         member, identity = self._member, links[-1].open.identity
-        member.move("opened")
+        member.machine.move(MemberEvent.OPENED)
         try:
             prepared = await self._prepare(store, links)
         except (BaseMismatch, DigestMismatch) as error:
@@ -122,13 +123,13 @@ class Backlog:
                 raise  # memory is as it should be: it is the stored version that does not fit
             self._most = len(links) // 2
         except (Uncomposable, IncompleteError, PayloadError, LayoutError):
-            member.move("dropped")
+            member.machine.move(MemberEvent.DROPPED)
             if len(links) == 1:
                 raise
             self._most = len(links) // 2
         else:
-            member.move("prepared")
-            member.move("head_names_it")
+            member.machine.move(MemberEvent.PREPARED)
+            member.machine.move(MemberEvent.COMMITTED)
             await self._offers.offer_prepared(prepared)
 
     async def _prepare(self, store: Store, links: Sequence[chain.Stored]) -> Prepared:
@@ -192,9 +193,8 @@ class Backlog:
             member.fail_install(begun, error, "unchanged")
             return error
         if member.holds is not None:
-            member.holds = None
-            member.move("lost_trust")
-        member.move("seed")
+            member.machine.move(MemberEvent.LOST_TRUST)
+        member.machine.move(MemberEvent.SEED)
         try:
             pause_s = await member.rank.plant(seed)
             await member.rank.require_root(version.identity, seed.root)
@@ -215,9 +215,8 @@ class Backlog:
             member.fail_install(begun, error, "unchanged")
             return error
         if member.holds is not None:
-            member.holds = None
-            member.move("lost_trust")
-        member.move("seed")
+            member.machine.move(MemberEvent.LOST_TRUST)
+        member.machine.move(MemberEvent.SEED)
         paused_s = time.monotonic()
         try:
             last = await self._overwrite(store, version, links)

@@ -22,7 +22,8 @@ from dcr.events import (
     TrustLost,
 )
 from dcr.events.observers import Observer, tell
-from dcr.protocol.commit import Member, Receipt, member_after
+from dcr.protocol.machines import MemberEvent, MemberMachine
+from dcr.protocol.receipt import Receipt
 from dcr.protocol.wire import Ack, Commit, Head, Header, Identity, Join, MemberRef, Message, Nack, Open
 from dcr.seams import Link, Run, Store
 from dcr.subscribe.rank import Rank
@@ -62,17 +63,16 @@ class Staleness:
 class Membership:
     """What a member is to its run. Live attempts and stored versions change it in turn, in one task.
 
-    rank: its live memory. holds: the version in it, None if none that is known. head: the newest that was read.
-    lacks: how many stored versions led from what it holds to the head when it last looked; from an anchor, if it holds
-    none of them. stale: why the head that was read last is not followed; None if it is.
+    rank: its live memory. machine: what it does, and which version it holds. head: the newest that was read. lacks: how
+    many stored versions led from what it holds to the head when it last looked; from an anchor, if it holds none of
+    them. stale: why the head that was read last is not followed; None if it is.
     """
 
     def __init__(self, ref: MemberRef, run: Run, link: Link, rank: Rank, observe: Observer) -> None:
         self.ref = ref
         self.rank = rank
         self.head: Head | None = None
-        self.holds: Identity | None = None
-        self.state = Member.EMPTY
+        self.machine = MemberMachine()
         self.lacks = 0
         self.stale: Staleness | None = None
         self._announced: Standing | None = None  # by what was received, until the head has been read
@@ -159,9 +159,10 @@ class Membership:
 
     # ------------------------------------------------------------------ what live memory holds
 
-    def move(self, event: str) -> None:
-        """Take a step of the member's state machine (`dcr.protocol.commit.MEMBER`)."""
-        self.state = member_after(self.state, event)
+    @property
+    def holds(self) -> Identity | None:
+        """The version in live memory, None if none that is known."""
+        return self.machine.holds
 
     def receipt(self, header: Open, *, stored: bool = False) -> Receipt:
         """What an attempt must fulfil to be prepared here; a stored one may be of a term before the head's."""
@@ -170,8 +171,7 @@ class Membership:
 
     async def hold(self, identity: Identity) -> None:
         """Live memory, whatever wrote it, has turned out to hold a version: it is shown."""
-        self.holds = identity
-        self.move("recognised")
+        self.machine.move(MemberEvent.RECOGNISED, identity)
         await self.show()
         self.emit(Recognised, identity.version)
 
@@ -201,9 +201,8 @@ class Membership:
 
     async def installed(self, begun: Installation, identity: Identity, root: bytes, pause_s: float) -> None:
         """A version, which may have replaced the one that was begun, has been written and read back: say so."""
-        self.holds = identity
         self.lacks = 0
-        self.move("installed")
+        self.machine.move(MemberEvent.INSTALLED, identity)
         await self.show()
         self.emit(InstallCompleted, identity.version, begun.kind, pause_s, time.monotonic() - begun.began_s)
         await self.say(Ack("installed", self.ref, identity, root, pause_s))
@@ -212,8 +211,7 @@ class Membership:
     async def poison(self, begun: Installation, identity: Identity, error: Exception) -> None:
         """Live memory may hold half of a version: say so."""
         reason = f"poisoned: {type(error).__name__}: {error}"
-        self.holds = None
-        self.move("failed")
+        self.machine.move(MemberEvent.FAILED)
         self.fail_install(begun, error, "poisoned")
         await self.say(Nack(self.ref, identity, None, reason))
 
@@ -223,10 +221,11 @@ class Membership:
         True if it is not what it should be: then it is not trusted any more.
         """
         if self.holds is None:
+            self.machine.move(MemberEvent.DROPPED)
             return False
         believed = self.rank.root
         if await self.rank.rescan() == believed:
-            self.move("dropped")
+            self.machine.move(MemberEvent.DROPPED)
             return False
         self.lose_trust(identity, error)
         return True
@@ -234,8 +233,7 @@ class Membership:
     def lose_trust(self, identity: Identity, error: Exception) -> None:
         """Live memory holds something else than was believed: it has to be seeded."""
         self.emit(TrustLost, identity.version, type(error).__name__, str(error))
-        self.holds = None
-        self.move("lost_trust")
+        self.machine.move(MemberEvent.LOST_TRUST)
 
 
 def _staleness(head: Head | None, newest: Head | None, announced: Standing | None) -> Staleness | None:

@@ -8,7 +8,7 @@ from functools import partial
 import anyio
 
 from dcr.errors import BaseMismatch, IncompleteError, Poisoned, StateError, StorageRebound
-from dcr.protocol.commit import Member
+from dcr.protocol.machines import MemberEvent, MemberState
 from dcr.subscribe.membership import Membership
 from dcr.subscribe.prepared import Prepared
 from dcr.subscribe.version import Version
@@ -60,7 +60,8 @@ class Offers:
                 version.answer(error)
                 if isinstance(error, StorageRebound):
                     raise error  # nothing that this subscriber knows is true any more
-                if self._member.state is Member.POISONED or isinstance(error, (IncompleteError, BaseMismatch)):
+                is_poisoned = self._member.machine.state is MemberState.POISONED
+                if is_poisoned or isinstance(error, (IncompleteError, BaseMismatch)):
                     break  # it is offered again, or a newer one instead
         finally:
             self._waiting = None
@@ -83,14 +84,14 @@ class Offers:
             member.fail_install(begun, error, "unchanged")
             member.lose_trust(prepared.identity, error)
             return error
-        member.move("install")
+        member.machine.move(MemberEvent.INSTALL)
         try:
             pause_s = await member.rank.install(prepared)
         except Poisoned as error:
             await member.poison(begun, prepared.identity, error)
             return error
         except Exception as error:
-            member.move("undone")
+            member.machine.move(MemberEvent.UNDONE)
             await member.show()
             member.fail_install(begun, error, "undone")
             return error

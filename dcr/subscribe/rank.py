@@ -26,7 +26,7 @@ from dcr.layout.views import Bits, Lanes
 from dcr.pipeline import Pipeline
 from dcr.pipeline.budget import ByteBudget
 from dcr.protocol import digest
-from dcr.protocol.commit import Receipt
+from dcr.protocol.receipt import Receipt
 from dcr.protocol.wire import Identity, Message, Open
 from dcr.runs import chain
 from dcr.seams import BasedCodec, Codec, Labelling, LiveWeights, Loader, Readable, Undoable, Watching

@@ -21,7 +21,7 @@ from dcr.errors import LocalError, OptionError, StateError, StorageRebound
 from dcr.events import Event, PipelineEvent, SubscriberFailed
 from dcr.events.observers import Observer, ignore
 from dcr.pipeline.budget import ByteBudget, MiB
-from dcr.protocol import commit
+from dcr.protocol import machines
 from dcr.protocol.wire import Leave, MemberRef, Open
 from dcr.seams import BasedCodec, Codec, Loader, Releasing, Transport
 from dcr.seams.required import OBSERVER, SECONDS, WHOLE, Rule, instance, judge, optional, require
@@ -144,7 +144,7 @@ class Subscriber:
         """True if live memory holds exactly one committed version."""
         if self._member is None or isinstance(self._error, StorageRebound):
             return False
-        return self._member.state in commit.MAY_SERVE
+        return self._member.machine.state in machines.MAY_SERVE
 
     @property
     def offered(self) -> Version | None:

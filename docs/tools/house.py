@@ -26,7 +26,7 @@ PURE = ("layout", "kernels", "codecs", "protocol", "memory")
 # Every room may use these, and every end shows its user these: their arrows would hide the others.
 NOT_DRAWN = ("errors", "__init__", "_build")
 ENDS = ("trainer", "member")
-MARK = "<!-- {} {}: written by docs/tools/house.py -->"
+MARK = "<!-- {} {}: written by docs/tools -->"
 
 
 def rooms() -> dict[str, set[str]]:

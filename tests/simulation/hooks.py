@@ -42,13 +42,13 @@ class Hook:
 
 # ---------------------------------------------------------------------- the protocol's own bookkeeping
 
-VERDICT = Hook("dcr.protocol.commit", "verdict")
-MAY_SERVE = Hook("dcr.protocol.commit", "MAY_SERVE")
-REQUIRE_SEALED = Hook("dcr.protocol.commit", "require_sealed")
-VOTES_PREPARE = Hook("dcr.protocol.commit", "Votes.prepare")
-VOTES_CARRIED = Hook("dcr.protocol.commit", "Votes.carried")
-RECEIPT = Hook("dcr.protocol.commit", "Receipt.__init__")
-RECEIPT_MISSING = Hook("dcr.protocol.commit", "Receipt.missing")
+VERDICT = Hook("dcr.protocol.machines", "verdict")
+MAY_SERVE = Hook("dcr.protocol.machines", "MAY_SERVE")
+REQUIRE_SEALED = Hook("dcr.protocol.receipt", "require_sealed")
+VOTES_PREPARE = Hook("dcr.protocol.votes", "Votes.prepare")
+VOTES_CARRIED = Hook("dcr.protocol.votes", "Votes.carried")
+RECEIPT = Hook("dcr.protocol.receipt", "Receipt.__init__")
+RECEIPT_MISSING = Hook("dcr.protocol.receipt", "Receipt.missing")
 CHECK_CHUNK = Hook("dcr.protocol.wire", "check_chunk")
 ANCHOR_OF = Hook("dcr.runs.chain", "anchor_of")
 RECOGNISE_STORED = Hook("dcr.runs.chain", "recognise")

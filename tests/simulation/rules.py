@@ -17,7 +17,7 @@ import numpy as np
 from dcr import kernels
 from dcr.errors import DcrError, Poisoned
 from dcr.protocol import wire
-from dcr.protocol.commit import Member, Sender
+from dcr.protocol.machines import AttemptEvent, MemberEvent, MemberState
 from dcr.protocol.wire import Ack, Head, Identity, Message, Open
 from simulation import hooks
 from simulation.switches import Switch, becomes, removed, together
@@ -139,7 +139,7 @@ def a_quorum_is_waited_for(carried: Any) -> Any:
 
 @becomes(hooks.HEADSHIP_MOVE)
 def a_swap_is_compared(move: Any) -> Any:
-    async def retried_blind(self: Any, identity: Identity, root: bytes) -> None:
+    async def retried_blind(self: Any, identity: Identity, root: bytes, machine: Any) -> None:
         ours = Head(self.head.run, self.head.term, identity, root)
         while not await self.ledger.swap(ours, (await self.ledger.read())[1]):
             pass
@@ -150,8 +150,8 @@ def a_swap_is_compared(move: Any) -> Any:
 
 @becomes(hooks.HEADSHIP_READ_BACK)
 def a_refused_swap_is_read_back(read_back: Any) -> Any:
-    async def believed(self: Any, ours: Head, base: bytes, failure: Exception | None) -> Sender:
-        return Sender.FENCED
+    async def believed(self: Any, ours: Head, base: bytes, failure: Exception | None) -> AttemptEvent:
+        return AttemptEvent.LOST
 
     return believed
 
@@ -282,12 +282,12 @@ def an_undo_that_failed_is_told(undo: Any) -> Any:
     return hushed_up
 
 
-def _serves_too(*states: Member) -> Switch:
+def _serves_too(*states: MemberState) -> Switch:
     return becomes(hooks.MAY_SERVE)(lambda may_serve: may_serve | set(states))
 
 
-a_poisoned_member_does_not_serve = _serves_too(Member.POISONED)
-a_member_that_writes_does_not_serve = _serves_too(Member.INSTALLING, Member.SEEDING)
+a_poisoned_member_does_not_serve = _serves_too(MemberState.POISONED)
+a_member_that_writes_does_not_serve = _serves_too(MemberState.INSTALLING, MemberState.SEEDING)
 
 
 @becomes(hooks.MEMBER_VERSION)
@@ -298,8 +298,7 @@ def a_label_follows_the_installation(version: Any) -> Any:
 @becomes(hooks.MEMBER_DOUBT)
 def memory_in_doubt_is_read(doubt: Any) -> Any:
     async def trusted(self: Any, identity: Identity, error: Exception) -> bool:
-        if self.holds is not None:
-            self.move("dropped")
+        self.machine.move(MemberEvent.DROPPED)
         return False
 
     return trusted
