@@ -105,7 +105,8 @@ def test_doctor_tells_the_versions_without_torch_being_imported() -> None:
 
 @pytest.mark.parametrize("damage", ["dcr._native", "dcr._build"])
 def test_doctor_fails_and_says_why_if_the_kernels_do_not_load(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "dcr.kernels", raising=False)
+    for name in ("dcr.kernels", "dcr.kernels.compiled"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     for name in ("dcr.kernels", damage):
         monkeypatch.delattr(name, raising=False)
     monkeypatch.setitem(sys.modules, damage, None)

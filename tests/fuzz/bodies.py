@@ -23,10 +23,12 @@ with atheris.instrument_imports(include=["dcr"]):
     from dcr.codecs import codec
     from dcr.codecs.patch import Change, Operation
     from dcr.errors import BaseMismatch, PayloadError, WireError
+    from dcr.kernels import Kernels, checked, compiled
     from dcr.layout.views import UNSIGNED, Bits
     from dcr.protocol import wire
 
 HEADER = struct.Struct("<BBBHH")
+VERBS = tuple(name for name in vars(Kernels) if not name.startswith("_"))
 
 
 def base_of(numel: int, width: int) -> Bits:
@@ -50,11 +52,11 @@ def read_body(data: bytes) -> None:
     numel, width = min(changed + more, 1 << 14), 1 << log % 4
     body, kind = data[HEADER.size :], Operation(operation % len(Operation))
     found = []
-    for native in (True, False):
-        kernels.NATIVE = native  # type: ignore[misc]
+    for implementation in (checked, compiled):
+        for verb in VERBS:
+            setattr(kernels, verb, getattr(implementation, verb))
         found.append(decoded(body, kind, changed, numel, width))
-    kernels.NATIVE = True  # type: ignore[misc]
-    ours, defined = found
+    defined, ours = found
     assert (ours is None) == (defined is None), "the implementations do not agree whether to read it"
     if ours is None or defined is None:
         return

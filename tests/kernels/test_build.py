@@ -74,6 +74,8 @@ def test_a_build_without_kernels_computes_and_refuses_the_same(without_native: M
 
 def test_an_extension_that_does_not_load_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dcr, "_native")
+    monkeypatch.delattr(kernels, "compiled")
+    monkeypatch.delitem(sys.modules, "dcr.kernels.compiled")
     monkeypatch.setitem(sys.modules, "dcr._native", None)
     with pytest.raises(ImportError, match="_native"):
         loaded_again()
