@@ -1,4 +1,4 @@
-"""What a run over the local transport costs while nothing happens: python benchmarks/transport.py
+"""What a run over the local transport costs while nothing happens: python benchmarks/transport.py [--json FILE]
 
     idle     CPU of a publisher and of its members beside a number of kept versions, as parts of one core
     news     from the Open to the last member that has taken the seal
@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -108,17 +109,23 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rounds = [measure(given.members, given.versions, given.seconds) for _ in range(given.rounds)]
     found = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     found["member"] = found["members"] / given.members
-    if given.json:
-        print(json.dumps(found))
-        return
     print(f"{given.members} members, {given.versions} kept versions, {given.rounds} rounds of {given.seconds:g} s idle")
     print(f"publisher {found['publisher']:.4f} core, each member {found['member']:.4f} core")
     print(f"from the Open to the seal at the first member {found['first']:.3f} s, at the last {found['last']:.3f} s")
+    if given.json:
+        common = {"workload": f"{given.members} members, {given.versions} kept versions", "density": 0.0, "threads": 1}
+        units = {"publisher": "core", "member": "core", "first": "s", "last": "s"}
+        rows = [
+            {"metric": "local_idle_cpu" if unit == "core" else "local_news", **common, "variant": name}
+            | {"value": found[name], "unit": unit}
+            for name, unit in units.items()
+        ]
+        given.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":
