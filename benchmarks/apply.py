@@ -96,7 +96,7 @@ class Model(torch.nn.Module):
 
 
 class Engine:
-    """See `dcr.loaders.engine.Engine`."""
+    """See `dcr.loaders.engine.Adapter`."""
 
     replaces = False
 

@@ -62,7 +62,7 @@ class Processes:
 
 
 class Rows:
-    """An engine rank that holds some rows of every tensor; see `dcr.loaders.engine.Engine`."""
+    """An engine rank that holds some rows of every tensor; see `dcr.loaders.engine.Adapter`."""
 
     replaces = False
 

@@ -25,7 +25,7 @@ from dcr.sources.names import unwrapping
 
 
 class TransformersEngine:
-    """See `dcr.loaders.engine.Engine`."""
+    """See `dcr.loaders.engine.Adapter`."""
 
     replaces = True  # from_pretrained makes new parameters of what it converted
 

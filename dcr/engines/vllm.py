@@ -7,19 +7,18 @@ workers. vLLM itself is imported by the workers only. The engine must have been 
 
 from __future__ import annotations
 
-import inspect
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Literal
 
-import anyio.from_thread
+import anyio
 import anyio.to_thread
 
 from dcr.engines import workers
 from dcr.engines.ranks import JointWeights, Ranks
-from dcr.engines.vllm_pause import Pause
+from dcr.engines.vllm_serving import VllmServing, answer
 from dcr.engines.workers import Worker
 from dcr.errors import Poisoned, StateError
 from dcr.layout.frames import Layout
@@ -60,9 +59,7 @@ class VllmLoader:
         host: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self._engine = engine
-        self._pause = Pause(engine, mode=pause, timeout_s=timeout_s)
-        self._shown: str | None = None
+        self.engine = VllmServing(engine, mode=pause, timeout_s=timeout_s)
         self._waive = list(patterns(waive))
         self._host = host
         self._timeout_s = timeout_s
@@ -71,7 +68,7 @@ class VllmLoader:
         self._updating = False
 
     async def __aenter__(self) -> VllmLoader:
-        replicas = self._core.vllm_config.parallel_config.data_parallel_size
+        replicas = self.engine.core.vllm_config.parallel_config.data_parallel_size
         if replicas != 1:
             raise StateError(
                 f"expected an engine of one replica, found data_parallel_size={replicas}: what is asked of its workers "
@@ -93,7 +90,7 @@ class VllmLoader:
         for worker in self._workers:
             worker.close()
         self._ranks = None
-        await self._pause.end(resume=False)  # held until now only if it may hold half a version
+        await self.engine.let_go()  # held until now only if it may hold half a version
 
     async def awake(self) -> None:
         """Wait until the engine's weights are awake: somebody may have put them to sleep."""
@@ -132,15 +129,8 @@ class VllmLoader:
     # ------------------------------------------------------------------ as a loader
 
     def bind(self, layout: Layout) -> JointWeights:
-        """See `dcr.seams.Loader.bind`; the engine is paused meanwhile, since its loader is tried out."""
-        if self._updating:
-            return self._bound.bind(layout)
-        self._bound.require_awake()
-        anyio.from_thread.run(self._pause.begin)
-        try:
-            return self._bound.bind(layout)
-        finally:
-            anyio.from_thread.run(self._pause.end)
+        """See `dcr.seams.Loader.bind`."""
+        return self._bound.bind(layout)
 
     def fingerprint(self) -> bytes:
         """See `dcr.seams.Loader.fingerprint`."""
@@ -158,12 +148,6 @@ class VllmLoader:
         """See `dcr.seams.Watching.require_awake`."""
         self._bound.require_awake()
 
-    def label(self, version: int) -> None:
-        """See `dcr.seams.Labelling.label`; within `updating` it is shown at the end, behind the flush of caches."""
-        self._shown = str(version)
-        if not self._updating:
-            anyio.from_thread.run(self._show)
-
     @property
     def _bound(self) -> Ranks:
         if self._ranks is None:
@@ -174,12 +158,12 @@ class VllmLoader:
 
     async def _begin(self) -> None:
         await anyio.to_thread.run_sync(self._bound.require_awake)
-        await self._pause.begin()
+        await self.engine.pause()
         try:
             await self._all("start_weight_update")
         except BaseException:
             with anyio.move_on_after(self._timeout_s, shield=True):
-                await self._pause.end()
+                await self.engine.resume()
             raise
         self._updating = True
 
@@ -187,35 +171,16 @@ class VllmLoader:
         """End the update. What the old weights left in caches is flushed before the new number is shown."""
         await self._all("finish_weight_update")
         if version.installed:
-            flushed = await _answer(self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
-            if not flushed:
+            try:
+                await self.engine.flush()
+            except StateError:
                 self._updating = False
-                await self._pause.end(resume=False)
-                raise StateError(
-                    "vLLM did not reset its prefix cache: it stays paused; resume it if old KV is accepted"
-                )
-            await _answer(self._core.reset_mm_cache())
-            await _answer(self._core.reset_encoder_cache())
-        await self._show()
+                await self.engine.let_go()
+                raise
         self._updating = False
-        await self._pause.end()
-
-    async def _show(self) -> None:
-        """Set the weight version that vLLM notes beside every token."""
-        if self._shown is not None:
-            name = "update_weight_version" if self._pause.possible else "set_weight_version"
-            await _answer(getattr(self._core, name)(self._shown))
+        await self.engine.resume()
 
     async def _all(self, method: str, **arguments: Any) -> list[Any]:
         """Call a method of every worker; what each one returned."""
-        answers: list[Any] = await _answer(self._core.collective_rpc(method, kwargs=arguments))
+        answers: list[Any] = await answer(self.engine.core.collective_rpc(method, kwargs=arguments))
         return answers
-
-    @property
-    def _core(self) -> Any:
-        return getattr(self._engine, "llm_engine", self._engine)
-
-
-async def _answer(value: Any) -> Any:
-    """What `AsyncLLM` answers later, and `LLM` at once."""
-    return await value if inspect.isawaitable(value) else value

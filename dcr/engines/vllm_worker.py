@@ -71,7 +71,7 @@ class _Tree:
 
 
 class VllmEngine:
-    """One vLLM worker's model, its own loader and its post-load steps; see `dcr.loaders.engine.Engine`."""
+    """One vLLM worker's model, its own loader and its post-load steps; see `dcr.loaders.engine.Adapter`."""
 
     replaces = False
 
@@ -82,13 +82,13 @@ class VllmEngine:
         self._tree = _Tree.of(model)
 
     def load(self, pairs: Pairs) -> None:
-        """See `dcr.loaders.engine.Engine.load`."""
+        """See `dcr.loaders.engine.Adapter.load`."""
         with self._as_loaded():
             # Not the instance's own: there, what others load is counted (`dcr.engines.vllm_watch`).
             type(self.module).load_weights(self.module, list(pairs))
 
     def settle(self, modules: Set[str]) -> None:
-        """See `dcr.loaders.engine.Engine.settle`: the order is vLLM's own, layers and then attention.
+        """See `dcr.loaders.engine.Adapter.settle`: the order is vLLM's own, layers and then attention.
 
         Steps of online quantisation run once in the life of a layer, and leave a mark there, which vLLM removes itself
         where it loads a layer again (`_layerwise_process`): a step that is skipped would leave the old scales. A mark
@@ -111,7 +111,7 @@ class VllmEngine:
                         attention.process_weights_after_loading(self._config.model_config.dtype)
 
     def fingerprint(self) -> bytes:
-        """See `dcr.loaders.engine.Engine.fingerprint`."""
+        """See `dcr.loaders.engine.Adapter.fingerprint`."""
         parallel = self._config.parallel_config
         group = get_world_group()
         modules = list(modules_of(self.module))  # and nothing else that lives on: a pause waits for this

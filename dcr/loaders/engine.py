@@ -22,7 +22,7 @@ TORCH_OWN = ("_parameters", "_buffers", "_modules")
 Pairs = Sequence[tuple[str, torch.Tensor]]
 
 
-class Engine(Protocol):
+class Adapter(Protocol):
     """One engine rank: its model, its own loader, and its post-load steps. Nothing else of an engine is known here."""
 
     @property

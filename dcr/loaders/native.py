@@ -19,7 +19,7 @@ from dcr.layout.schema import Schema, TensorSpec, patterns
 from dcr.layout.views import UNSIGNED, Bits, Lanes
 from dcr.loaders.certify import Cast, cast_of, strided
 from dcr.loaders.copies import warn_of_copies
-from dcr.loaders.engine import Engine, Memory, Slot, memories_of, slots_of
+from dcr.loaders.engine import Adapter, Memory, Slot, memories_of, slots_of
 from dcr.loaders.probe import dtype_of, torch_of
 from dcr.loaders.record import Kind, Record, record
 from dcr.loaders.reload import Reloads
@@ -44,7 +44,7 @@ class NativeLoader:
     be published. partial: True if this is one of several ranks, so that it need not hold everything.
     """
 
-    def __init__(self, engine: Engine, *, waive: Sequence[str] = (), partial: bool = False) -> None:
+    def __init__(self, engine: Adapter, *, waive: Sequence[str] = (), partial: bool = False) -> None:
         self._engine = engine
         self._waive = patterns(waive)
         self._partial = partial
@@ -164,7 +164,7 @@ class NativeWeights(Placement):
     """
 
     def __init__(
-        self, engine: Engine, layout: Layout, memories: Sequence[Memory], found: Record, partial: bool
+        self, engine: Adapter, layout: Layout, memories: Sequence[Memory], found: Record, partial: bool
     ) -> None:
         self._schema = layout.schema
         self.shadows: dict[int, Bits] = {}
@@ -246,7 +246,7 @@ def _shadow_places(tensor: int, spec: TensorSpec, storage: int, homes: Sequence[
     return [Place(tensor, storage, Box(start, start, (Dim(count, 1, 1),))) for start, count in spans]
 
 
-def _fingerprint(engine: Engine) -> bytes:
+def _fingerprint(engine: Adapter) -> bytes:
     try:
         return engine.fingerprint()
     except Exception as error:  # an adapter may raise anything

@@ -16,7 +16,7 @@ from dcr.errors import SchemaError
 from dcr.layout.schema import Schema
 from dcr.loaders.attributes import Attributes
 from dcr.loaders.certify import Cast, Finding, Home, cast_of, certify
-from dcr.loaders.engine import Engine, slots_of
+from dcr.loaders.engine import Adapter, slots_of
 from dcr.loaders.finding import TABLE_BOXES
 from dcr.loaders.kinds import Constants, Kind, Record, Reload, Verdict
 from dcr.loaders.repeats import Group, Repeats, Unit, closed
@@ -27,7 +27,7 @@ from dcr.loaders.units import Units, doubts_of, probe, random_of, reset_after
 __all__ = ["Constants", "Kind", "Record", "Reload", "Verdict", "record"]
 
 
-def record(engine: Engine, schema: Schema, *, waived: Collection[int] = ()) -> Record:
+def record(engine: Adapter, schema: Schema, *, waived: Collection[int] = ()) -> Record:
     """Try an engine's loader out on every tensor of a schema; live memory is not touched.
 
     waived: tensors that the loader need not take.

@@ -19,7 +19,7 @@ from dcr.errors import BaseMismatch, DigestMismatch, ReadBackError, StateError
 from dcr.layout.schema import Schema
 from dcr.layout.views import Bits
 from dcr.loaders.attributes import Attributes
-from dcr.loaders.engine import Engine, Memory, Octets
+from dcr.loaders.engine import Adapter, Memory, Octets
 from dcr.loaders.record import Record, Reload
 from dcr.loaders.standin import StandIns
 from dcr.loaders.trial import Seen, Trial
@@ -52,7 +52,7 @@ class Reloads:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Adapter,
         schema: Schema,
         memories: Sequence[Memory],
         record: Record,

@@ -9,7 +9,7 @@ import torch
 
 from dcr.errors import SchemaError
 from dcr.layout.schema import Schema
-from dcr.loaders.engine import Engine
+from dcr.loaders.engine import Adapter
 from dcr.loaders.probe import blank, prefill
 from dcr.loaders.standin import Rebound, StandIns
 from dcr.loaders.watch import Watch
@@ -54,7 +54,7 @@ class Trial:
     """
 
     def __init__(
-        self, engine: Engine, schema: Schema, stand_ins: StandIns, names: Sequence[tuple[str, ...]] | None = None
+        self, engine: Adapter, schema: Schema, stand_ins: StandIns, names: Sequence[tuple[str, ...]] | None = None
     ) -> None:
         self._engine = engine
         self.schema = schema

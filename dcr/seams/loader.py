@@ -176,13 +176,38 @@ class Watching(Protocol):
         ...
 
 
-@runtime_checkable
-class Labelling(Protocol):
-    """What a loader has besides if its engine says which version makes what it generates."""
+class Engine(Protocol):
+    """An engine that generates beside its weights. Its calls are awaited in the event loop of the subscriber."""
 
-    def label(self, version: int) -> None:
-        """Show the version that live memory holds: once it is recognised, installed, or held again by an undo."""
+    async def pause(self) -> None:
+        """Stop generating. Pauses nest: it goes on when it has been resumed as often."""
         ...
+
+    async def resume(self) -> None:
+        """Go on generating, unless somebody else has paused it."""
+        ...
+
+    async def flush(self) -> None:
+        """Drop what was computed with weights that are no more, before it goes on.
+
+        Raises: whatever goes wrong; what was computed with old weights may still be used then.
+        """
+        ...
+
+    async def label(self, version: int) -> None:
+        """Show the version that live memory holds: once it is recognised, installed, or held again by an undo.
+
+        While it is paused it may show it when it is resumed.
+        """
+        ...
+
+
+@runtime_checkable
+class Serving(Protocol):
+    """What a loader has besides if its engine generates: it is paused while it is bound, and labelled."""
+
+    @property
+    def engine(self) -> Engine: ...
 
 
 @runtime_checkable

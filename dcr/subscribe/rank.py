@@ -29,12 +29,13 @@ from dcr.protocol import digest
 from dcr.protocol.receipt import Receipt
 from dcr.protocol.wire import Identity, Message, Open
 from dcr.runs import chain
-from dcr.seams import BasedCodec, Codec, Labelling, LiveWeights, Loader, Readable, Undoable, Watching
+from dcr.seams import BasedCodec, Codec, LiveWeights, Loader, Readable, Undoable, Watching
 from dcr.stages import apply
 from dcr.stages.apply import Inspect, Prepare, Write
 from dcr.stages.compose import Compose, Union
 from dcr.stages.compress import Decompress
 from dcr.stages.transfer import Fetch
+from dcr.subscribe import serving
 from dcr.subscribe.prepared import AskAgain, Overfull, Prepared, Receive, Seed, reader
 
 _HARMLESS = "it may only make anew what is made of them, in memory of its own; do not serve"
@@ -110,7 +111,9 @@ class Rank:
                     f"its opening says {header.layout.hex()[:16]}"
                 )
             self._fingerprint = await self._run(self._loader.fingerprint)  # first: what moves meanwhile is noticed
-            self._bound = layout, await self._run(self._loader.bind, layout)
+            await self.require_awake()
+            async with serving.paused(self._loader):  # its loader may be tried out
+                self._bound = layout, await self._run(self._loader.bind, layout)
             await self.rescan()
         return self.layout
 
@@ -171,8 +174,7 @@ class Rank:
 
     async def show(self, version: int) -> None:
         """Have the engine show the version that it holds, if it can."""
-        if isinstance(self._loader, Labelling):
-            await self._run(self._loader.label, version)
+        await serving.label(self._loader, version)
 
     async def prepare(self, receipt: Receipt, receive: Receive, again: AskAgain | None) -> Prepared:
         """Fetch, verify and prepare an attempt; writes nothing.

@@ -19,7 +19,7 @@ from dcr.layout.boxes import row_major, whole
 from dcr.layout.frames import Frame, Layout, Shard
 from dcr.layout.schema import Schema
 from dcr.layout.views import Bits, Lanes
-from dcr.loaders.engine import Engine, Memory, Pairs, memories_of, slots_of
+from dcr.loaders.engine import Adapter, Memory, Pairs, memories_of, slots_of
 from dcr.loaders.native import NativeLoader
 from dcr.loaders.probe import dtype_of, random_tensor, torch_of
 from dcr.loaders.record import Kind
@@ -41,7 +41,7 @@ class EngineTests:
 
     # ------------------------------------------------------------------ what the author says
 
-    def make(self) -> Engine:
+    def make(self) -> Adapter:
         """An engine that has not loaded anything yet."""
         pytest.fail(f"{type(self).__name__}: override make, which makes an engine")
 
@@ -49,7 +49,7 @@ class EngineTests:
         """The tensors of its checkpoint."""
         pytest.fail(f"{type(self).__name__}: override schema, which says what a checkpoint holds")
 
-    def native(self, pairs: Pairs) -> Engine:
+    def native(self, pairs: Pairs) -> Adapter:
         """An engine that its own loader has loaded from a checkpoint, in the most ordinary way there is."""
         engine = self.make()
         with torch.no_grad():
@@ -163,7 +163,7 @@ class World:
     """An engine, a loader for it, and the checkpoint that it should hold: `held`, flat bits of each tensor."""
 
     def __init__(
-        self, native: Callable[[Pairs], Engine], schema: Schema, waive: Sequence[str] = (), frame_elems: int = 50
+        self, native: Callable[[Pairs], Adapter], schema: Schema, waive: Sequence[str] = (), frame_elems: int = 50
     ) -> None:
         self._load = native
         self._frame_elems = frame_elems
@@ -247,7 +247,7 @@ class World:
         wrong = sorted(path for path in found.keys() | wanted.keys() if found.get(path) != wanted.get(path))
         assert not wrong, f"{what} leaves other bytes than the engine's own loader in {', '.join(wrong)}"
 
-    def _native(self) -> Engine:
+    def _native(self) -> Adapter:
         """An engine that its own loader has loaded from the checkpoint that should be held."""
         pairs = []
         for spec, bits in zip(self.schema.tensors, self.held, strict=True):

@@ -41,7 +41,7 @@ def nothing(model: torch.nn.Module, modules: Set[str]) -> None:
 
 @dataclass(slots=True, eq=False)
 class ToyEngine:
-    """See `dcr.loaders.engine.Engine`; loads and settles get the model first."""
+    """See `dcr.loaders.engine.Adapter`; loads and settles get the model first."""
 
     module: torch.nn.Module
     loads: Loads

@@ -10,7 +10,7 @@ import torch
 from dcr.errors import SchemaError
 from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders import standin
-from dcr.loaders.engine import Engine, Pairs
+from dcr.loaders.engine import Adapter, Pairs
 from dcr.loaders.record import Kind, record
 from dcr.testing.engines import EngineTests, World
 from dcr.testing.hostile import CASES as MOVES
@@ -37,7 +37,7 @@ class TestHostile(EngineTests):
         self.case = CASES[name]
         self.waive = self.case.waive
 
-    def make(self) -> Engine:
+    def make(self) -> Adapter:
         return self.case.make()
 
     def schema(self) -> Schema:

@@ -17,7 +17,7 @@ from dcr.engines.transformers import TransformersEngine
 from dcr.errors import SchemaError
 from dcr.layout.frames import Layout
 from dcr.layout.schema import Schema, TensorSpec
-from dcr.loaders.engine import Engine, Pairs
+from dcr.loaders.engine import Adapter, Pairs
 from dcr.loaders.record import Kind
 from dcr.testing.engines import EngineTests
 
@@ -113,7 +113,7 @@ class TestTransformers(EngineTests):
             )
         )
 
-    def native(self, pairs: Pairs) -> Engine:
+    def native(self, pairs: Pairs) -> Adapter:
         return TransformersEngine(from_files(self.folder, self.scratch, dict(pairs)))
 
     def test_a_checkpoint_is_what_is_published(self, name: str) -> None:

@@ -17,13 +17,28 @@ from dcr.errors import BaseMismatch, ReadBackError, StateError
 
 
 class LabelledRanks(Ranks):
-    """Ranks of an engine that shows a version."""
+    """Ranks of an engine that shows a version, and notes when it is paused and what is bound meanwhile."""
 
     def __init__(self, ranks: Sequence[Any]) -> None:
         super().__init__(ranks)
         self.labels: list[int] = []
+        self.calls: list[str] = []
 
-    def label(self, version: int) -> None:
+        self.engine = self
+
+    def bind(self, layout: Any) -> Any:
+        self.calls.append("bind")
+        return super().bind(layout)
+
+    async def pause(self) -> None:
+        self.calls.append("pause")
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
+    async def flush(self) -> None: ...
+
+    async def label(self, version: int) -> None:
         self.labels.append(version)
 
 
@@ -157,9 +172,11 @@ async def test_a_version_that_is_recognised_is_shown_and_every_one_that_is_insta
         await publish(publisher, 1)
         async with run.subscriber(loader) as versions:
             assert loader.labels == [1]
+            assert loader.calls == ["pause", "bind", "resume"]
             await publisher.joined(1)
             version = await run.next(publisher, versions)
             assert loader.labels == [1]
+            assert loader.calls == ["pause", "bind", "resume"]
             await version.install()
             assert loader.labels == [1, 2]
 
@@ -174,6 +191,7 @@ async def test_a_version_that_is_seeded_is_shown(run: Run) -> None:
             assert loader.labels == []
             await (await anext(versions)).install()
             assert loader.labels == [1]
+            assert loader.calls == ["pause", "bind", "resume"]
 
 
 async def test_an_undo_shows_the_version_before_once_more(run: Run) -> None:
