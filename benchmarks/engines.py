@@ -151,7 +151,7 @@ async def measure(checkpoint: Path, densities: Sequence[float], rounds: int) -> 
     async with running(checkpoint) as engine:
         laps = Laps()
         await _reload(engine, laps, rounds)
-        async with dcr.loader("vllm", engine) as loader:
+        async with dcr.loader(engine, kind="vllm") as loader:
             trainer.step(0, densities[-1])
             async with _seeded(trainer, loader, laps, densities[-1]) as (publisher, versions):
                 for number in range(rounds * len(densities)):

@@ -76,10 +76,11 @@ def source(weights: Any, *, kind: str = "module", frozen: Sequence[str] | None =
     return made if frozen is None else FrozenSource(made, frozen)
 
 
-def loader(kind: str, engine: Any, **options: Any) -> Loader:
-    """An engine's weights as a loader; `kind` names a plugin of dcr.loaders, which takes the options.
+def loader(engine: Any, *, kind: str = "module", **options: Any) -> Loader:
+    """Make the loader of an engine's weights; `kind` names a plugin of dcr.loaders, which takes the options.
 
-    "module": `dcr.loaders.module.ModuleLoader`.
+    "module": a torch module on one host (`dcr.loaders.module.ModuleLoader`). "transformers", "vllm": such an engine.
+    "safetensors": a checkpoint directory, given by its path.
     """
     made: Loader = plugins.load("dcr.loaders", kind, called=LOADERS)(engine, **options)
     return made

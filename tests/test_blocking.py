@@ -27,7 +27,7 @@ def publisher_of(url: str, module: Weights, **options: Any) -> dcr.blocking.publ
 
 
 def subscriber_of(url: str, module: Weights, **options: Any) -> dcr.blocking.subscriber:
-    return dcr.blocking.subscriber(url, loader=dcr.loader("module", module), member="m", transport=FAST, **options)
+    return dcr.blocking.subscriber(url, loader=dcr.loader(module), member="m", transport=FAST, **options)
 
 
 def change(module: Weights, number: int) -> None:
@@ -199,7 +199,7 @@ import dcr.blocking
 warnings.simplefilter("ignore", DeprecationWarning)
 trainer, engine, url = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), "local://" + sys.argv[1]
 publisher = dcr.blocking.publisher(url, source=dcr.source(trainer))
-versions = dcr.blocking.subscriber(url, loader=dcr.loader("module", engine), member="m")
+versions = dcr.blocking.subscriber(url, loader=dcr.loader(engine), member="m")
 with publisher, versions:
     publisher.joined(1)
     refit = publisher.publish(1)

@@ -350,7 +350,7 @@ async def test_a_wait_for_a_version_that_is_cancelled_at_any_await_loses_none(
 ) -> None:
     async def at(n: int) -> bool:
         trainer, receiver, transport = trainer_of(), trainer_of(4), MemoryTransport()
-        subscriber = dcr.subscriber(URL, loader=dcr.loader("module", receiver), member="m", transport=transport)
+        subscriber = dcr.subscriber(URL, loader=dcr.loader(receiver), member="m", transport=transport)
         async with (
             dcr.publisher(URL, source=dcr.source(trainer), transport=transport) as publisher,
             subscriber as versions,
@@ -382,7 +382,7 @@ def poll_at_1_ms(versions: int) -> None:
 
     async def main() -> None:
         trainer, receiver, transport = trainer_of(), trainer_of(4), MemoryTransport()
-        subscriber = dcr.subscriber(URL, loader=dcr.loader("module", receiver), member="m", transport=transport)
+        subscriber = dcr.subscriber(URL, loader=dcr.loader(receiver), member="m", transport=transport)
         async with (
             dcr.publisher(URL, source=dcr.source(trainer), transport=transport) as publisher,
             subscriber as offered,
@@ -422,7 +422,7 @@ async def test_a_wait_that_times_out_does_not_disturb_the_version_it_waited_for(
     url = f"local://{tmp_path}"
     async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
         await publish(publisher, 1)
-        loader = dcr.loader("module", receiver)
+        loader = dcr.loader(receiver)
         async with dcr.subscriber(url, loader=loader, member="m", transport=FAST) as versions:
             version = await anext(versions)
             await version.install()

@@ -102,7 +102,7 @@ def refit(trainer: Weights, loader: object, held: Callable[[], Mapping[str, byte
 def test_a_module_of_every_dtype_is_refitted_bit_for_bit(tmp_path: Path, codec: str) -> None:
     trainer, engine = model(DTYPES, 1), model(DTYPES, 2)
     pointers = {name: value.data_ptr() for name, value in engine.state_dict().items()}
-    loader = dcr.loader("module", engine)
+    loader = dcr.loader(engine)
     refit(
         trainer, loader, lambda: {n: bytes_of(v) for n, v in engine.state_dict().items()}, f"local://{tmp_path}", codec
     )
@@ -123,7 +123,7 @@ def test_a_directory_of_every_dtype_of_its_format_is_refitted_bit_for_bit(tmp_pa
         {name: tensor(dtype_of(value), rng, tuple(value.shape)) for name, value in trainer.state_dict().items()},
         folder / SINGLE,
     )
-    loader = dcr.loader("safetensors", folder)
+    loader = dcr.loader(folder, kind="safetensors")
     refit(trainer, loader, lambda: raw_bytes(folder), f"local://{tmp_path}/run", codec)
     with safe_open(folder / SINGLE, "pt") as opened:
         assert sorted(opened.keys()) == sorted(trainer.state_dict())
@@ -233,7 +233,7 @@ def quiet() -> None:
 def test_a_model_of_transformers_of_every_dtype_is_refitted_bit_for_bit(tmp_path: Path, codec: str) -> None:
     trainer, engine = (Various(transformers.PretrainedConfig(), seed) for seed in (1, 2))
     pointers = {name: value.data_ptr() for name, value in engine.state_dict().items()}
-    loader = dcr.loader("transformers", engine)
+    loader = dcr.loader(engine, kind="transformers")
     held = lambda: {n: bytes_of(v) for n, v in engine.state_dict().items()}  # noqa: E731
     refit(trainer, loader, held, f"local://{tmp_path}", codec)
     assert pointers == {name: value.data_ptr() for name, value in engine.state_dict().items()}

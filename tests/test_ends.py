@@ -26,7 +26,7 @@ def publisher_of(url: str, module: Weights, **options: Any) -> dcr.Publisher:
 
 
 def subscriber_of(url: str, module: Weights) -> dcr.Subscriber:
-    return dcr.subscriber(url, loader=dcr.loader("module", module), member="m", transport=FAST)
+    return dcr.subscriber(url, loader=dcr.loader(module), member="m", transport=FAST)
 
 
 async def in_a_task(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -195,7 +195,7 @@ async def main():
     trainer, engine, url = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), "local://" + sys.argv[1]
     async with (
         dcr.publisher(url, source=dcr.source(trainer)) as publisher,
-        dcr.subscriber(url, loader=dcr.loader("module", engine), member="m") as versions,
+        dcr.subscriber(url, loader=dcr.loader(engine), member="m") as versions,
     ):
         await publisher.joined(1)
         refit = await publisher.publish(1)

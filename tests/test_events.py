@@ -205,7 +205,7 @@ async def test_an_anchor_that_cannot_be_stored_tells_why_and_the_version_stays(t
 async def test_an_installation_that_wrote_nothing_says_so(tmp_path: Path) -> None:
     seen, trainer = list[Event](), Weights({"w": torch.zeros(4000, dtype=torch.bfloat16)})
     receiver, url = empty_like(trainer), f"local://{tmp_path}"
-    loader = dcr.loader("module", receiver)
+    loader = dcr.loader(receiver)
     async with (
         dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
         dcr.subscriber(url, loader=loader, member="m", transport=FAST, observe=seen.append) as versions,

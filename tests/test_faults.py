@@ -370,7 +370,7 @@ async def test_an_error_of_the_user_leaves_the_ends_as_it_is(tmp_path: Path, tra
     with pytest.raises(ZeroDivisionError):
         async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST):
             raise ZeroDivisionError
-    loader = dcr.loader("module", empty_like(trainer))
+    loader = dcr.loader(empty_like(trainer))
     with pytest.raises(ZeroDivisionError):
         async with dcr.subscriber(url, loader=loader, member="m", transport=FAST):
             raise ZeroDivisionError
@@ -380,7 +380,7 @@ class Breaking(Through):
     """A loader that fails while it writes: at the n-th frame, and while it undoes, if asked."""
 
     def __init__(self, module: torch.nn.Module, *, at: int, times: int = 1, undo: bool = True) -> None:
-        super().__init__(dcr.loader("module", module))
+        super().__init__(dcr.loader(module))
         self._at, self._times, self._undo = at, times, undo
         self._frames = 0
 
@@ -460,7 +460,7 @@ async def test_a_version_must_be_installed_before_the_next_one_is_offered(tmp_pa
     url = f"local://{tmp_path}"
     async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
         await publish(publisher, 1)
-        loader = dcr.loader("module", empty_like(trainer))
+        loader = dcr.loader(empty_like(trainer))
         async with dcr.subscriber(url, loader=loader, member="m", transport=FAST) as versions:
             version = await anext(versions)
             with pytest.raises(StateError, match="not installed"):
@@ -587,7 +587,7 @@ class Slow(Through):
     """A loader that waits, in its thread, before it writes."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__(dcr.loader("module", module))
+        super().__init__(dcr.loader(module))
 
     def install(self, ready: Any) -> None:
         threading.Event().wait(0.2)
@@ -598,7 +598,7 @@ class Moving(Through):
     """A loader whose engine replaces a weight as soon as it is bound."""
 
     def __init__(self, module: Weights) -> None:
-        super().__init__(dcr.loader("module", module))
+        super().__init__(dcr.loader(module))
         self._module = module
 
     def bind(self, layout: Any) -> Any:
@@ -623,7 +623,7 @@ async def test_a_weight_that_has_no_memory_of_its_own_any_more_counts_as_replace
     url, receiver = f"local://{tmp_path}", empty_like(trainer)
     async with (
         dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
-        dcr.subscriber(url, loader=dcr.loader("module", receiver), member="m", transport=FAST) as versions,
+        dcr.subscriber(url, loader=dcr.loader(receiver), member="m", transport=FAST) as versions,
     ):
         await publish(publisher, 1)
         version = await anext(versions)
@@ -637,7 +637,7 @@ class Dying(Through):
     """A loader that cannot say where weights lie, once it is told so."""
 
     def __init__(self, module: Weights) -> None:
-        super().__init__(dcr.loader("module", module))
+        super().__init__(dcr.loader(module))
         self.dead = False
 
     def fingerprint(self) -> bytes:

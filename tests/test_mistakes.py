@@ -68,7 +68,7 @@ def test_a_bare_module_is_no_source() -> None:
 
 
 def test_a_bare_module_is_no_loader() -> None:
-    with pytest.raises(TypeError, match=r'found a torch\.nn\.Module \(Net\); wrap it: dcr\.loader\("module", model\)'):
+    with pytest.raises(TypeError, match=r"found a torch\.nn\.Module \(Net\); wrap it: dcr\.loader\(model\)"):
         dcr.subscriber("local:///nowhere", loader=Net(), member="a")
 
 
@@ -82,7 +82,7 @@ def test_what_lacks_a_member_of_the_protocol_is_refused_with_what_it_lacks() -> 
 @pytest.mark.parametrize("kind", ["module", "transformers"])
 def test_a_loader_of_what_is_no_model_is_refused_at_once(kind: str) -> None:
     with pytest.raises(TypeError, match=r"expected a .*found str"):
-        dcr.loader(kind, "not a model")
+        dcr.loader("not a model", kind=kind)
 
 
 def test_a_source_of_what_is_no_module_is_refused_at_once() -> None:
@@ -92,18 +92,18 @@ def test_a_source_of_what_is_no_module_is_refused_at_once() -> None:
 
 def test_a_checkpoint_directory_that_is_missing_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match=r"/none is no directory; save one there first"):
-        dcr.loader("safetensors", tmp_path / "none")
+        dcr.loader(tmp_path / "none", kind="safetensors")
 
 
 @pytest.mark.parametrize("member", ["", "a\nb", "x" * 201, "é" * 34, "\ud800"])
 def test_a_name_that_a_transport_may_not_bear_is_refused(member: str) -> None:
     with pytest.raises(LocalError, match="of printable characters, 1 to 200 bytes long"):
-        dcr.subscriber("local:///nowhere", loader=dcr.loader("module", Net()), member=member)
+        dcr.subscriber("local:///nowhere", loader=dcr.loader(Net()), member=member)
 
 
 def test_a_member_without_a_text_as_its_name_is_refused() -> None:
     with pytest.raises(TypeError, match="expected a text as the member's name, found 3"):
-        dcr.subscriber("local:///nowhere", loader=dcr.loader("module", Net()), member=3)  # type: ignore[arg-type]
+        dcr.subscriber("local:///nowhere", loader=dcr.loader(Net()), member=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("member", ["a/b", "..", "%2F", "é" * 33, "x" * 200])
@@ -111,7 +111,7 @@ def test_every_other_name_is_borne_by_a_directory(member: str, tmp_path: Path) -
     url, trainer, engine = f"local://{tmp_path}/run", Net(), Net()
     with (
         dcr.blocking.publisher(url, source=dcr.source(trainer)) as publisher,
-        dcr.blocking.subscriber(url, loader=dcr.loader("module", engine), member=member) as versions,
+        dcr.blocking.subscriber(url, loader=dcr.loader(engine), member=member) as versions,
     ):
         publisher.joined(1)
         refit = publisher.publish(version=1)
@@ -184,7 +184,7 @@ def test_an_option_of_a_publisher_is_judged_where_it_is_given(option: str, ends:
 @pytest.mark.parametrize("ends", [dcr, dcr.blocking], ids=["dcr", "blocking"])
 @pytest.mark.parametrize("option", SUBSCRIBERS)
 def test_an_option_of_a_subscriber_is_judged_where_it_is_given(option: str, ends: Any) -> None:
-    (wrong, expected), loader = SUBSCRIBERS[option], dcr.loader("module", Net())
+    (wrong, expected), loader = SUBSCRIBERS[option], dcr.loader(Net())
     with pytest.raises(OptionError, match=rf"expected {expected} as {option}, found .*; write {option}="):
         ends.subscriber("local:///nowhere", loader=loader, member="a", **{option: wrong})
 
@@ -246,7 +246,7 @@ async def test_what_a_url_cannot_mean_is_refused(end: str, transport: Any, tmp_p
     url = f"{'local' if isinstance(transport, LocalTransport) else 'memory'}://{tmp_path}/run{end}"
     for open_run in (
         lambda: dcr.publisher(url, source=dcr.source(Net()), transport=transport).open(),
-        lambda: dcr.subscriber(url, loader=dcr.loader("module", Net()), member="a", transport=transport).open(),
+        lambda: dcr.subscriber(url, loader=dcr.loader(Net()), member="a", transport=transport).open(),
         lambda: dcr.connect(url, role="sender", transport=transport).__aenter__(),
     ):
         with pytest.raises(LocalError, match=URLS[end]):
@@ -282,9 +282,9 @@ async def test_an_escape_stands_for_its_character(tmp_path: Path) -> None:
 def test_one_text_is_no_sequence_of_patterns(tmp_path: Path) -> None:
     save_file(Net().state_dict(), tmp_path / "model.safetensors")
     for make in (
-        lambda waive: dcr.loader("module", Net(), waive=waive),
-        lambda waive: dcr.loader("safetensors", tmp_path, waive=waive),
-        lambda waive: dcr.loader("vllm", None, waive=waive),
+        lambda waive: dcr.loader(Net(), waive=waive),
+        lambda waive: dcr.loader(tmp_path, kind="safetensors", waive=waive),
+        lambda waive: dcr.loader(None, kind="vllm", waive=waive),
         lambda waive: NativeLoader(Engine(), waive=waive),  # type: ignore[arg-type]
         lambda waive: Ranks([None], waive=waive),  # type: ignore[list-item]
     ):
@@ -301,7 +301,7 @@ def test_another_name_of_a_kind_leads_to_it() -> None:
     with pytest.raises(PluginError, match=r"installed: [\w, ]+\. Did you mean dtensor\? To add a source, pip"):
         dcr.source(Net(), kind="fsdp")
     with pytest.raises(PluginError, match=r"Did you mean transformers\? To add a loader, pip"):
-        dcr.loader("huggingface", Net())
+        dcr.loader(Net(), kind="huggingface")
 
 
 # ---------------------------------------------------------------------- what is no mistake
@@ -321,7 +321,7 @@ def test_a_second_live_member_of_one_name_is_warned_of_once(tmp_path: Path) -> N
     with dcr.blocking.publisher(url, source=dcr.source(trainer), observe=seen.append) as publisher:
 
         def follow(name: str) -> dcr.blocking.subscriber:
-            return dcr.blocking.subscriber(url, loader=dcr.loader("module", Net()), member=name)
+            return dcr.blocking.subscriber(url, loader=dcr.loader(Net()), member=name)
 
         with follow("a") as first, follow("b"):
             publisher.joined(2)
@@ -341,7 +341,7 @@ def test_a_member_that_left_and_comes_again_is_no_second_one(tmp_path: Path) -> 
     url, trainer, seen = f"local://{tmp_path}/run", Net(), list[Event]()
     with dcr.blocking.publisher(url, source=dcr.source(trainer), observe=seen.append) as publisher:
         for _ in range(2):
-            with dcr.blocking.subscriber(url, loader=dcr.loader("module", Net()), member="a"):
+            with dcr.blocking.subscriber(url, loader=dcr.loader(Net()), member="a"):
                 publisher.joined(1)
             while publisher.members:
                 time.sleep(0.01)

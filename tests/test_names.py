@@ -75,7 +75,7 @@ def adapted() -> nn.Module:
 
 WRAPPED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "torch.compile": (compiled, r"dcr\.source\(model\._orig_mod\)", r"model\._orig_mod\)"),
-    "data parallel": (lambda: under("module"), r"dcr\.source\(model\.module\)", r'"module", model\.module\)'),
+    "data parallel": (lambda: under("module"), r"dcr\.source\(model\.module\)", r"dcr\.loader\(model\.module\)"),
     "weight norm": (normed, "remove_parametrizations", "remove_parametrizations"),
     "weight norm as before": (normed_as_before, "remove_weight_norm", "remove_weight_norm"),
     "PEFT": (adapted, r"merge_and_unload\(\)", r"merge_and_unload\(\)"),
@@ -167,12 +167,12 @@ class PeftModel(nn.Module):
         (compiled, r"; pass model\._orig_mod$"),
         (lambda: under("module"), r"; pass model\.module$"),
         (PeftModel, r"; pass model\.merge_and_unload\(\)$"),
-        (plain, r'; any other torch module is dcr\.loader\("module", model\)$'),
+        (plain, r"; any other torch module is dcr\.loader\(model\)$"),
     ],
 )
 def test_a_wrapped_model_of_transformers_is_told_what_to_pass(make: Callable[[], nn.Module], write: str) -> None:
     with pytest.raises(TypeError, match=rf"expected a model of transformers.*{write}"):
-        dcr.loader("transformers", make())
+        dcr.loader(make(), kind="transformers")
 
 
 def test_a_compiled_trainer_of_a_transformers_engine_is_told_what_to_write() -> None:
@@ -181,4 +181,4 @@ def test_a_compiled_trainer_of_a_transformers_engine_is_told_what_to_write() -> 
     model = transformers.LlamaForCausalLM(config)
     trainer = nn.ModuleDict({"_orig_mod": copy.deepcopy(model)})
     with pytest.raises(SchemaError, match=r"name has what torch\.compile adds: write dcr\.source\(model\._"):
-        dcr.loader("transformers", model).bind(layout_of(trainer))
+        dcr.loader(model, kind="transformers").bind(layout_of(trainer))

@@ -302,9 +302,7 @@ def test_the_blocking_face_refits_without_an_event_loop(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def follow() -> None:
-        with dcr.blocking.subscriber(
-            url, loader=dcr.loader("module", receiver), member="m", transport=FAST
-        ) as versions:
+        with dcr.blocking.subscriber(url, loader=dcr.loader(receiver), member="m", transport=FAST) as versions:
             for version in versions:
                 version.install()
                 seen.append(version.number)

@@ -160,7 +160,7 @@ async def test_one_member_that_cannot_read_its_base_is_enough_to_do_without_clas
     trainer = weights(rng)
     modules = [empty_like(trainer), empty_like(trainer)]
     rollouts = [Rollout(module, f"rollout-{index}") for index, module in enumerate(modules)]
-    sharded = Sharded(dcr.loader("module", modules[1]))
+    sharded = Sharded(dcr.loader(modules[1]))
     async with (
         running(tmp_path, rollouts[:1]) as url,
         running(tmp_path, rollouts[1:], loader=sharded),
@@ -187,7 +187,7 @@ async def test_a_member_that_cannot_read_its_base_refuses_stored_versions_by_cla
         step(trainer, rng)
         await publish(publishing, 2)
     assert spy.take() >= BY_CLASS
-    async with running(tmp_path, [rollout], loader=Sharded(dcr.loader("module", rollout.module))):
+    async with running(tmp_path, [rollout], loader=Sharded(dcr.loader(rollout.module))):
         with pytest.raises(PayloadError, match="cannot read whole"):
             await rollout.reached(2)
     require_equal(rollout.module, held)
@@ -219,7 +219,7 @@ def test_a_placement_reads_what_is_in_live_memory(change: Callable[[np.ndarray],
     module = weights(np.random.default_rng(8))
     source = dcr.source(module)
     frames = plan(source.schema, source.shards, 70_000)
-    loader = dcr.loader("module", module)
+    loader = dcr.loader(module)
     bound = loader.bind(Layout(source.schema, tuple(frame.spec for frame in frames)))
     set_bits(module.w, np.arange(N), change(state(module)["w"]))
     found = [bound.read(index) for index, frame in enumerate(frames) if frame.spec.dtype == "bfloat16"]

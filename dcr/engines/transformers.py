@@ -76,6 +76,6 @@ def loader(model: PreTrainedModel, *, waive: Sequence[str] = ()) -> NativeLoader
     if not isinstance(model, PreTrainedModel):
         raise OptionError(
             f"expected a model of transformers (PreTrainedModel), found {type(model).__name__}"
-            + (unwrapping(model) or '; any other torch module is dcr.loader("module", model)')
+            + (unwrapping(model) or "; any other torch module is dcr.loader(model)")
         )
     return NativeLoader(TransformersEngine(model), waive=waive)

@@ -151,7 +151,7 @@ class VllmLoader:
     @property
     def _bound(self) -> Ranks:
         if self._ranks is None:
-            raise StateError('no worker is connected: use `async with dcr.loader("vllm", engine) as loader`')
+            raise StateError('no worker is connected: use `async with dcr.loader(engine, kind="vllm") as loader`')
         return self._ranks
 
     # ------------------------------------------------------------------ the engine

@@ -275,5 +275,5 @@ class Transfer(WeightTransferEngine):  # type: ignore[misc]
     @property
     def _joined(self) -> Session:
         if self._session is None:
-            raise StateError('this worker is in no member yet: enter `dcr.loader("vllm", engine)` first')
+            raise StateError('this worker is in no member yet: enter `dcr.loader(engine, kind="vllm")` first')
         return self._session

@@ -40,7 +40,7 @@ WRAPPERS = (
         r"\1",
         True,
         "dcr.source(model._orig_mod), or compile in place, with model.compile()",
-        'dcr.loader("module", model._orig_mod), or compile in place, with model.compile()',
+        "dcr.loader(model._orig_mod), or compile in place, with model.compile()",
     ),
     _Wrapper(
         "data parallel",
@@ -48,7 +48,7 @@ WRAPPERS = (
         "",
         False,
         "dcr.source(model.module)",
-        'dcr.loader("module", model.module)',
+        "dcr.loader(model.module)",
     ),
     _Wrapper(
         "activation checkpointing",
@@ -56,7 +56,7 @@ WRAPPERS = (
         r"\1",
         True,
         'an exporter that yields the plain names (kind="probe"), or checkpoint within the layers',
-        'dcr.loader("module", model) of a model without the wrapper',
+        "dcr.loader(model) of a model without the wrapper",
     ),
     _Wrapper(
         "a parametrization (weight norm)",

@@ -74,7 +74,7 @@ class Subscriber:
         after_install: Callable[[], object] | None = None,
         observe: Observer = ignore,
     ) -> None:
-        require(loader, Loader, 'dcr.loader("module", model)')
+        require(loader, Loader, "dcr.loader(model)")
         _require_name(member)
         judge(
             codecs=(codecs, FINDER),

@@ -158,7 +158,7 @@ async def _run(tracer: Tracer) -> int:
     """Publish and install two versions; where the calls of the second begin."""
     torch.manual_seed(1)
     weights, engine = (torch.nn.Linear(SIDE_ELEMS, SIDE_ELEMS, bias=False, dtype=torch.bfloat16) for _ in range(2))
-    start, loader = 0, dcr.loader("module", engine)
+    start, loader = 0, dcr.loader(engine)
     with tempfile.TemporaryDirectory() as folder:
         url = f"local://{folder}/run"
         tracer.end.set("trainer")

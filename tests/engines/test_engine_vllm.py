@@ -81,7 +81,7 @@ async def follow(
         pointers = await engine.ask("pointers")
         async with (
             dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
-            dcr.loader("vllm", engine.engine) as loader,
+            dcr.loader(engine.engine, kind="vllm") as loader,
         ):
             await (await publisher.publish(1)).committed()
             async with dcr.subscriber(url, loader=loader, member="vllm", transport=FAST) as versions:
@@ -119,7 +119,7 @@ async def test_an_install_that_breaks_on_one_of_two_ranks_is_undone_and_one_that
     async with (
         running(checkpoint, 2, monkeypatch) as engine,
         dcr.publisher(url, source=dcr.source(trainer), transport=FAST, frame_elems=1 << 15) as publisher,
-        dcr.loader("vllm", engine.engine) as loader,
+        dcr.loader(engine.engine, kind="vllm") as loader,
     ):
         await (await publisher.publish(1)).committed()
         async with dcr.subscriber(url, loader=loader, member="vllm", transport=FAST) as versions:
@@ -174,13 +174,13 @@ async def test_a_head_that_only_the_trainer_has_is_refused_by_name_unless_it_is_
     ):
         await (await publisher.publish(1)).committed()
         before = await engine.ask("digests")
-        async with dcr.loader("vllm", engine.engine) as loader:
+        async with dcr.loader(engine.engine, kind="vllm") as loader:
             with pytest.raises(SchemaError, match=r"v_head\.weight"):
                 async with dcr.subscriber(url, loader=loader, member="vllm", transport=FAST):
                     pass
         assert await engine.ask("digests") == before
         async with (
-            dcr.loader("vllm", engine.engine, waive=["v_head.*"]) as loader,
+            dcr.loader(engine.engine, kind="vllm", waive=["v_head.*"]) as loader,
             dcr.subscriber(url, loader=loader, member="vllm", transport=FAST) as versions,
         ):
             for number in range(1, 4):
@@ -209,7 +209,7 @@ async def test_an_engine_that_repacked_its_weights_is_refused_by_name(
     async with (
         running(checkpoint, 2, monkeypatch, worker_extension_cls="") as engine,
         dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
-        dcr.loader("vllm", engine.engine) as loader,
+        dcr.loader(engine.engine, kind="vllm") as loader,
     ):
         await (await publisher.publish(1)).committed()
         with pytest.raises(SchemaError, match=r"no rank holds any of them: model\.layers\.0\.mlp\.down_proj\.weight"):

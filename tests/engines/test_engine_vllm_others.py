@@ -81,7 +81,7 @@ async def following(
     async with (
         running(checkpoint, ranks, monkeypatch, in_process=in_process, **settings) as engine,
         dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
-        dcr.loader("vllm", engine.engine, waive=waive) as loader,
+        dcr.loader(engine.engine, kind="vllm", waive=waive) as loader,
     ):
         await (await publisher.publish(1)).committed()
         async with dcr.subscriber(url, loader=loader, member="vllm", transport=FAST) as versions:

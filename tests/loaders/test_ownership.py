@@ -305,7 +305,7 @@ def trainer() -> Weights:
 
 async def test_a_member_that_has_left_holds_nothing_back(folder: Path, trainer: Weights, tmp_path: Path) -> None:
     url = f"local://{tmp_path / 'run'}"
-    first, second = (dcr.loader("safetensors", folder) for _ in range(2))
+    first, second = (dcr.loader(folder, kind="safetensors") for _ in range(2))
     async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
         await publish(publisher, 1)
         for loader in (first, second, first):
@@ -318,7 +318,7 @@ async def test_a_member_that_has_left_holds_nothing_back(folder: Path, trainer: 
 
 
 async def follow(url: str, folder: Path) -> None:
-    loader = dcr.loader("safetensors", folder)
+    loader = dcr.loader(folder, kind="safetensors")
     async with dcr.subscriber(url, loader=loader, member="disk", transport=FAST) as versions:
         with anyio.fail_after(20):
             await (await anext(versions)).install()

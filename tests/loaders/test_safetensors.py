@@ -269,7 +269,7 @@ async def test_a_directory_follows_a_run_and_is_verified(tmp_path: Path, trainer
     checkpoint, url = tmp_path / "checkpoint", f"local://{tmp_path / 'run'}"
     checkpoint.mkdir()
     save(checkpoint, {name: Weight("bfloat16", np.zeros((40, 8), np.uint16)) for name in trainer.state_dict()}, 1)
-    loader = dcr.loader("safetensors", checkpoint)
+    loader = dcr.loader(checkpoint, kind="safetensors")
     runner = CliRunner()
     async with dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher:
         await publish(publisher, 1)

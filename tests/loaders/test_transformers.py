@@ -143,7 +143,7 @@ def test_stand_ins_for_tied_weights_are_not_warned_about_and_the_verbosity_is_as
     caplog.clear()
     try:
         transformers.utils.logging.set_verbosity_info()
-        dcr.loader("transformers", model).bind(Layout(Schema(tuple(specs)), ()))
+        dcr.loader(model, kind="transformers").bind(Layout(Schema(tuple(specs)), ()))
         assert transformers.utils.logging.get_verbosity() == transformers.utils.logging.INFO
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
@@ -153,7 +153,7 @@ def test_stand_ins_for_tied_weights_are_not_warned_about_and_the_verbosity_is_as
 def test_a_tied_head_stays_tied(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     folder = checkpoints("qwen3, tied")
     model = from_files(folder, tmp_path, load_file(folder / "model.safetensors"))
-    loader = dcr.loader("transformers", model)
+    loader = dcr.loader(model, kind="transformers")
     held = load_file(folder / "model.safetensors")
     specs = tuple(TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in held.items())
     loader.bind(Layout(Schema(specs), ()))
@@ -167,7 +167,7 @@ def test_a_tensor_that_transformers_does_not_take_is_refused_by_name(
     model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"), dtype=torch.bfloat16)
     specs = [TensorSpec(key, "bfloat16", tuple(tensor.shape)) for key, tensor in model.state_dict().items()]
     with pytest.raises(SchemaError, match=f"{name} is published and goes nowhere here"):
-        dcr.loader("transformers", model).bind(Layout(Schema((*specs, TensorSpec(name, "bfloat16", (2, 2)))), ()))
+        dcr.loader(model, kind="transformers").bind(Layout(Schema((*specs, TensorSpec(name, "bfloat16", (2, 2)))), ()))
 
 
 def test_an_fp32_buffer_is_recorded_as_it_is(checkpoints: Callable[[str], Path]) -> None:
@@ -178,7 +178,7 @@ def test_an_fp32_buffer_is_recorded_as_it_is(checkpoints: Callable[[str], Path])
     specs = tuple(
         TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in held.items()
     )
-    loader = dcr.loader("transformers", model)
+    loader = dcr.loader(model, kind="transformers")
     loader.bind(Layout(Schema(specs), ()))
     kinds = {
         spec.dtype: verdict.kind

@@ -46,7 +46,7 @@ async def train(url: str, weights: torch.nn.ParameterDict, throttle: Throttle, s
 
 
 async def serve(url: str, held: dict[str, Weight], states: dict[int, bytes]) -> None:
-    async with dcr.subscriber(url, loader=dcr.loader("arrays", held), member="arrays") as versions:
+    async with dcr.subscriber(url, loader=dcr.loader(held, kind="arrays"), member="arrays") as versions:
         async for version in versions:
             await version.install()
             assert b"".join(held[name].bits.tobytes() for name in sorted(SHAPES)) == states[version.number]

@@ -99,7 +99,7 @@ def test_weights_that_move_at_each_step_are_published_and_refused_at_publish_if_
     engine = Plain({name: torch.zeros_like(tensor) for name, tensor in trainer.full().items()})
     url, ends = f"local://{tmp_path}", dcr.blocking
     with ends.publisher(url, source=trainer.source, transport=FAST) as publisher:
-        loader = dcr.loader("module", engine)
+        loader = dcr.loader(engine)
         with ends.subscriber(url, loader=loader, member="engine", transport=FAST) as versions:
             for version in (1, 2, 3):
                 trainer.step()

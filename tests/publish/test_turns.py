@@ -35,7 +35,7 @@ class Slow:
         self.news = anyio.Event()
 
     async def run(self, url: str, transport: Any) -> None:
-        loader = dcr.loader("module", self.module)
+        loader = dcr.loader(self.module)
         async with dcr.subscriber(url, loader=loader, member="slow", transport=transport) as versions:
             async for version in versions:
                 await self.may_install.wait()

@@ -60,7 +60,7 @@ async def test_a_compiled_copy_follows_the_weights(tmp_path: Path) -> None:
     async with (
         dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
         dcr.subscriber(
-            url, loader=dcr.loader("module", engine), member="m", transport=FAST, after_install=compile_again
+            url, loader=dcr.loader(engine), member="m", transport=FAST, after_install=compile_again
         ) as versions,
     ):
         for version in (1, 2):  # a seed, and a delta
@@ -78,9 +78,7 @@ async def test_its_error_undoes_a_version_and_it_is_called_again(tmp_path: Path)
     url = f"local://{tmp_path}"
     async with (
         dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
-        dcr.subscriber(
-            url, loader=dcr.loader("module", engine), member="m", transport=FAST, after_install=hook
-        ) as versions,
+        dcr.subscriber(url, loader=dcr.loader(engine), member="m", transport=FAST, after_install=hook) as versions,
     ):
         await publish(publisher, 1)
         await (await anext(versions)).install()
@@ -103,9 +101,7 @@ async def test_its_error_after_a_seed_poisons(tmp_path: Path) -> None:
     url = f"local://{tmp_path}"
     async with (
         dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
-        dcr.subscriber(
-            url, loader=dcr.loader("module", engine), member="m", transport=FAST, after_install=hook
-        ) as versions,
+        dcr.subscriber(url, loader=dcr.loader(engine), member="m", transport=FAST, after_install=hook) as versions,
     ):
         await publish(publisher, 1)
         hook.failing = 1
@@ -138,7 +134,7 @@ async def test_a_function_that_changes_the_weights_themselves_poisons(
         await publish(publisher, 1)
         async with dcr.subscriber(
             url,
-            loader=dcr.loader("module", engine),
+            loader=dcr.loader(engine),
             member="m",
             transport=FAST,
             after_install=lambda: harm(engine),
@@ -154,7 +150,7 @@ async def test_a_function_that_changes_the_weights_themselves_poisons(
 
 async def test_what_a_function_leaves_alone_is_looked_at_once(tmp_path: Path) -> None:
     trainer, engine = linear(), linear()
-    url, loader = f"local://{tmp_path}", Through(dcr.loader("module", engine))
+    url, loader = f"local://{tmp_path}", Through(dcr.loader(engine))
     async with (
         dcr.publisher(url, source=dcr.source(trainer), transport=FAST) as publisher,
         dcr.subscriber(url, loader=loader, member="m", transport=FAST, after_install=lambda: None) as versions,
@@ -173,13 +169,11 @@ async def test_what_a_function_leaves_alone_is_looked_at_once(tmp_path: Path) ->
 @pytest.mark.parametrize("answer", [7, "recompile"])
 def test_what_is_no_function_is_refused(tmp_path: Path, answer: object) -> None:
     with pytest.raises(TypeError, match="expected a function without arguments"):
-        dcr.subscriber(f"local://{tmp_path}", loader=dcr.loader("module", linear()), member="m", after_install=answer)
+        dcr.subscriber(f"local://{tmp_path}", loader=dcr.loader(linear()), member="m", after_install=answer)
 
 
 def test_a_coroutine_function_is_refused(tmp_path: Path) -> None:
     async def recompile() -> None: ...
 
     with pytest.raises(TypeError, match="not on the event loop"):
-        dcr.subscriber(
-            f"local://{tmp_path}", loader=dcr.loader("module", linear()), member="m", after_install=recompile
-        )
+        dcr.subscriber(f"local://{tmp_path}", loader=dcr.loader(linear()), member="m", after_install=recompile)

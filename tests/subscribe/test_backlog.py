@@ -311,7 +311,7 @@ async def test_a_seed_that_is_offered_needs_its_files_no_more() -> None:
     rng, transport, trainer = np.random.default_rng(5), MemoryTransport(), model(64)
     receiver = empty_like(trainer)
     await publish_all(transport, trainer, [lambda: change(trainer, rng, 5)] * 3)
-    async with dcr.subscriber(URL, loader=dcr.loader("module", receiver), member="m", transport=transport) as versions:
+    async with dcr.subscriber(URL, loader=dcr.loader(receiver), member="m", transport=transport) as versions:
         version = await anext(versions)
         clear(transport.run(URL))
         await version.install()
@@ -325,7 +325,7 @@ async def test_more_than_fits_is_written_as_it_comes() -> None:
     receiver, events = empty_like(trainer), list[Event]()
     await publish_all(transport, trainer, [lambda: change(trainer, np.random.default_rng(5), 64)])
     async with dcr.subscriber(
-        URL, loader=dcr.loader("module", receiver), member="m", transport=transport, observe=events.append
+        URL, loader=dcr.loader(receiver), member="m", transport=transport, observe=events.append
     ) as versions:
         await (await anext(versions)).install()
         require_equal(receiver, state(trainer))
@@ -345,7 +345,7 @@ async def test_a_plain_loop_goes_on_when_a_version_is_removed_before_it_is_insta
         change(trainer, rng, 5)
         await publish(publisher, 1)
         async with dcr.subscriber(
-            url, loader=dcr.loader("module", receiver), member="m", transport=FAST, observe=events.append
+            url, loader=dcr.loader(receiver), member="m", transport=FAST, observe=events.append
         ) as versions:
             with anyio.fail_after(10):
                 first = await anext(versions)
@@ -379,9 +379,7 @@ async def test_a_seed_whose_files_go_while_they_are_read_goes_on_with_the_newest
 
         await publish_all(transport, trainer, [lambda: change(trainer, rng, 5)] * 2)
         run.store.read = read_late  # type: ignore[method-assign]
-        async with dcr.subscriber(
-            URL, loader=dcr.loader("module", receiver), member="m", transport=Opened(run)
-        ) as versions:
+        async with dcr.subscriber(URL, loader=dcr.loader(receiver), member="m", transport=Opened(run)) as versions:
             version = await anext(versions)
             assert version.number == 1
             await version.install()
@@ -416,9 +414,7 @@ async def test_an_object_that_cannot_be_read_once_is_looked_for_again(number: in
 async def test_a_seed_that_is_damaged_and_not_replaced_is_an_error() -> None:
     rng, transport, trainer = np.random.default_rng(5), MemoryTransport(), model(64)
     await publish_all(transport, trainer, [lambda: change(trainer, rng, 5)])
-    async with dcr.subscriber(
-        URL, loader=dcr.loader("module", empty_like(trainer)), member="m", transport=transport
-    ) as versions:
+    async with dcr.subscriber(URL, loader=dcr.loader(empty_like(trainer)), member="m", transport=transport) as versions:
         version = await anext(versions)
         clear(transport.run(URL))
         with pytest.raises(IncompleteError):
@@ -430,7 +426,7 @@ async def test_a_seed_is_not_written_where_weights_lay_before() -> None:
     rng, transport, trainer = np.random.default_rng(5), MemoryTransport(), model(64)
     receiver = empty_like(trainer)
     await publish_all(transport, trainer, [lambda: change(trainer, rng, 5)])
-    async with dcr.subscriber(URL, loader=dcr.loader("module", receiver), member="m", transport=transport) as versions:
+    async with dcr.subscriber(URL, loader=dcr.loader(receiver), member="m", transport=transport) as versions:
         version, before = await anext(versions), receiver.w.data
         receiver.w.data = before.clone()
         with pytest.raises(StorageRebound):

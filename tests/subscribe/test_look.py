@@ -33,7 +33,7 @@ def step(model: nn.Linear) -> None:
 async def ends(folder: Path, **options: Any) -> AsyncIterator[tuple[nn.Linear, dcr.Publisher, dcr.Subscriber]]:
     """A publisher that waits for nobody's vote, and a member."""
     trainer, url = nn.Linear(2, 2), f"local://{folder}"
-    source, loader = dcr.source(trainer), dcr.loader("module", nn.Linear(2, 2))
+    source, loader = dcr.source(trainer), dcr.loader(nn.Linear(2, 2))
     async with (
         dcr.publisher(url, source=source, transport=FAST, quorum=0, vote_timeout_s=0.01, **options) as publisher,
         dcr.subscriber(url, loader=loader, member="m", transport=FAST) as versions,
@@ -74,12 +74,12 @@ async def test_a_run_without_a_version_has_none_that_is_lacked(tmp_path: Path) -
 
 async def test_only_a_member_that_takes_part_can_look(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="is not open"):
-        await dcr.subscriber(f"local://{tmp_path}", loader=dcr.loader("module", nn.Linear(2, 2)), member="m").look()
+        await dcr.subscriber(f"local://{tmp_path}", loader=dcr.loader(nn.Linear(2, 2)), member="m").look()
 
 
 def test_a_script_without_an_event_loop_looks_too(tmp_path: Path) -> None:
     url, trainer = f"local://{tmp_path}", nn.Linear(2, 2)
-    loader = dcr.loader("module", nn.Linear(2, 2))
+    loader = dcr.loader(nn.Linear(2, 2))
     with (
         dcr.blocking.publisher(url, source=dcr.source(trainer), transport=FAST, quorum=0, vote_timeout_s=0.01) as pub,
         dcr.blocking.subscriber(url, loader=loader, member="m", transport=FAST) as versions,

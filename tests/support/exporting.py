@@ -114,7 +114,7 @@ def published() -> dict[str, Any]:
     with ExitStack() as stack:
         publishing = dcr.blocking.publisher(f"local://{where}", source=source, group=group, transport=FAST)
         publisher = stack.enter_context(publishing)
-        loader = dcr.loader("module", held)
+        loader = dcr.loader(held)
         engine = dcr.blocking.subscriber(f"local://{where}", loader=loader, member="engine", transport=FAST)
         offered = stack.enter_context(engine) if lead else None
         for version, touched in enumerate(STEPS, start=1):

@@ -79,7 +79,7 @@ class Side:
             return
         specs = self.source.schema.tensors
         self.held = Plain({one.name: torch.zeros(one.shape, dtype=getattr(torch, one.dtype)) for one in specs})
-        loader = dcr.loader("module", self.held)
+        loader = dcr.loader(self.held)
         with dcr.blocking.subscriber(f"local://{folder}", loader=loader, member="engine", transport=FAST) as versions:
             yield versions
 

@@ -81,7 +81,7 @@ class Rollout:
         self._changed = anyio.Event()
 
     async def run(self, url: str, **options: object) -> None:
-        loader = options.pop("loader", None) or dcr.loader("module", self.module)
+        loader = options.pop("loader", None) or dcr.loader(self.module)
         options.setdefault("transport", FAST)
         try:
             async with dcr.subscriber(

@@ -32,7 +32,7 @@ class ModuleKit(LoaderTests):
 
     def make(self, weights: Mapping[str, Weight]) -> tuple[Any, Loader]:
         engine = Weights({name: _tensor(weight) for name, weight in weights.items()})
-        return engine, dcr.loader("module", engine)
+        return engine, dcr.loader(engine)
 
     def raw(self, engine: Any) -> Mapping[str, bytes]:
         return {name: _octets(tensor).numpy().tobytes() for name, tensor in engine.state_dict().items()}

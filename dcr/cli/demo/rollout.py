@@ -58,7 +58,7 @@ async def serve(order: RolloutOrder, emit: stream.Emitter) -> None:
     async with (
         dcr.subscriber(
             order.url,
-            loader=dcr.loader("module", engine.model),
+            loader=dcr.loader(engine.model),
             member=order.member,
             transport=flipping(order.url) if order.fault == "wire" else None,
             observe=emit,
