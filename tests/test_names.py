@@ -21,8 +21,8 @@ from dcr.layout.frames import Layout
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader
 from dcr.loaders.safetensors import SafetensorsLoader
+from dcr.probing.names import hint
 from dcr.sources.module import ModuleSource
-from dcr.sources.names import hint
 
 
 def plain() -> nn.Module:

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from dcr.errors import OptionError, SchemaError
 from dcr.loaders.engine import Pairs
 from dcr.loaders.native import NativeLoader
-from dcr.sources.names import unwrapping
+from dcr.probing.names import unwrapping
 
 
 class TransformersEngine:

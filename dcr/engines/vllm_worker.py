@@ -38,7 +38,7 @@ from dcr.loaders.copies import warn_of_frozen_graphs
 from dcr.loaders.engine import Pairs
 from dcr.loaders.native import NativeLoader
 from dcr.loaders.session import Guarded, Session
-from dcr.sources.homes import modules_of
+from dcr.probing.homes import modules_of
 
 MARK = "_already_called_process_weights_after_loading"  # of a layer whose step ran, and will not run again
 # Buffers that vLLM makes itself; a checkpoint may bring them (an fp8 KV cache's scales), and need not.

@@ -24,7 +24,7 @@ from dcr.layout.frames import Layout
 from dcr.layout.schema import WIDTHS, TensorSpec, waived
 from dcr.layout.views import UNSIGNED, Bits
 from dcr.memory.placement import Place, Placement
-from dcr.sources.names import hint
+from dcr.probing.names import hint
 
 Octets = NDArray[np.uint8]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

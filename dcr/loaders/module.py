@@ -13,10 +13,10 @@ from dcr.layout.schema import patterns, waived
 from dcr.loaders.copies import warn_of_copies
 from dcr.loaders.writable import extent_of, require_writable
 from dcr.memory.placement import Place, Placement
+from dcr.probing.homes import Homes
+from dcr.probing.names import hint
+from dcr.probing.state import require_named
 from dcr.probing.tensors import Tied, named, require_module, require_separate, storages_of, tensors_of
-from dcr.sources.homes import Homes
-from dcr.sources.names import hint
-from dcr.sources.state import require_named
 
 
 class ModuleLoader:

@@ -28,10 +28,10 @@ from dcr.loaders.writable import extent_of, require_writable
 from dcr.memory.placement import Place, Placement, wanted
 from dcr.memory.ready import Ready
 from dcr.probing.bits import bits_of, is_lazy
+from dcr.probing.homes import Homes
+from dcr.probing.names import hint
+from dcr.probing.state import require_named
 from dcr.seams import RankWeights
-from dcr.sources.homes import Homes
-from dcr.sources.names import hint
-from dcr.sources.state import require_named
 
 SHADOWED = (Kind.CAST, Kind.LAYER, Kind.MODEL)
 

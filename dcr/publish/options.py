@@ -65,7 +65,7 @@ def group_of(group: Any) -> Group:
     if group is None:
         return Alone()
     if type(group).__module__.startswith("torch."):
-        from dcr.sources.group import TorchGroup
+        from dcr.sources.ranks import TorchGroup
 
         return TorchGroup(group)
     require(group, Group, "torch.distributed.new_group()")

@@ -27,13 +27,13 @@ from dcr.layout.fit import fit
 from dcr.layout.schema import TensorSpec, patterns
 from dcr.layout.views import Bits
 from dcr.probing.bits import bits_of, random_bits, tensor_of, wrong_bytes
+from dcr.probing.state import require_named
 from dcr.probing.tensors import Tied, named, require_module, require_plain, require_unflattened
 from dcr.seams import Residual
 from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
 from dcr.sources.mapped import MappedSource, Piece, demoted, shared, stored, united
-from dcr.sources.peers import Peers
+from dcr.sources.ranks import Peers
 from dcr.sources.residual import Group
-from dcr.sources.state import require_named
 from dcr.sources.waivers import require_waivable
 
 SEEDS = (1, 2)

@@ -26,7 +26,7 @@ from dcr.layout.views import Bits
 from dcr.probing.tensors import Tied
 from dcr.seams import Copy, Residual, Twins
 from dcr.sources.memory import Memory, aliased
-from dcr.sources.peers import Peers
+from dcr.sources.ranks import Peers
 
 KEY_BYTES = 16
 

@@ -23,8 +23,8 @@ from dcr.probing.standins import Export
 from dcr.probing.tensors import named
 from dcr.sources import probe
 from dcr.sources.mapped import MappedSource
-from dcr.sources.peers import Peers
 from dcr.sources.probe import GROUP_ELEMS, Span
+from dcr.sources.ranks import Peers
 
 LAYER = r"decoder\.layers\.(?P<layer>\d+)\."
 TO = "model.layers.{layer}."

@@ -10,11 +10,11 @@ from dcr.errors import SchemaError
 from dcr.layout.frames import Shard
 from dcr.layout.schema import Schema, TensorSpec, patterns
 from dcr.layout.views import Bits
+from dcr.probing.state import require_named
 from dcr.probing.tensors import named, require_module, require_unflattened, tensors_of, tie_of
 from dcr.seams import Copy, Residual
 from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
 from dcr.sources.memory import Memory, aliased
-from dcr.sources.state import require_named
 from dcr.sources.waivers import require_waivable
 
 

@@ -26,14 +26,14 @@ from dcr.layout.schema import Schema, patterns, waived
 from dcr.layout.views import Bits
 from dcr.probing.bits import bits_of
 from dcr.probing.standins import BASE, Dress, Export, StandIns, base_of
+from dcr.probing.state import require_exportable, require_silent
 from dcr.probing.tensors import Tied, named, require_tensors, require_unflattened, tied
 from dcr.sources.casts import kind
 from dcr.sources.certificate import Found, Maps, certified
 from dcr.sources.dtensor import part_of
 from dcr.sources.mapped import MappedSource, Piece, Shares, covered, demoted, shared, stored, united
-from dcr.sources.peers import Peers
+from dcr.sources.ranks import Peers
 from dcr.sources.residual import Group
-from dcr.sources.state import require_exportable, require_silent
 from dcr.sources.waivers import require_waivable
 
 GROUP_ELEMS = BASE**2 - 1  # two digits are enough

@@ -10,8 +10,8 @@ import torch
 
 from dcr.errors import SchemaError
 from dcr.layout.schema import misfit, waived
-from dcr.sources.peers import Peers
-from dcr.sources.state import beyond, extras
+from dcr.probing.state import beyond, extras
+from dcr.sources.ranks import Peers
 
 
 def require_waivable(

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from dcr.errors import SchemaError
 from dcr.layout.boxes import Box, Dim
 from dcr.layout.schema import TensorSpec, patterns, waived
+from dcr.probing.state import require_named
 from dcr.probing.tensors import Tied, named, require_plain, require_tensors, require_unflattened
 from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
 from dcr.sources.mapped import MappedSource, Piece, shared, stored, united
-from dcr.sources.peers import Peers
-from dcr.sources.state import require_named
+from dcr.sources.ranks import Peers
 from dcr.sources.waivers import require_waivable
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from dcr.probing.bits import bits_of, tensor_of
 from dcr.sources import megatron
 from dcr.sources.megatron import Geometry
-from dcr.sources.peers import Peers
+from dcr.sources.ranks import Peers
 from support.ranks import assembled
 
 HIDDEN, FF, LAYERS, VOCAB, PADDED, STEPS = 64, 96, 2, 101, 128, 3

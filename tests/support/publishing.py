@@ -32,7 +32,7 @@ from dcr.errors import DcrError, LocalError, StorageRebound
 from dcr.probing.bits import bits_of
 from dcr.sources import dtensor
 from dcr.sources.dtensor import part_of
-from dcr.sources.group import TorchGroup
+from dcr.sources.ranks import TorchGroup
 from dcr.testing.faults import FaultyTransport, flip_one_chunk
 from support.refits import FAST
 from support.sharded import Net, canonical, fsdp, train

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dcr import kernels
 from dcr.layout.views import UNSIGNED, Table, rows_of
 from dcr.seams import Source
-from dcr.sources.peers import Peers
+from dcr.sources.ranks import Peers
 
 TIMEOUT_S = 100
 

@@ -17,9 +17,9 @@ from dcr.layout.frames import Layout
 from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader
+from dcr.probing.state import beyond, require_named
 from dcr.sources.megatron import Geometry
 from dcr.sources.module import ModuleSource
-from dcr.sources.state import beyond, require_named
 
 
 class Extra(nn.Linear):
@@ -262,7 +262,7 @@ def test_pre_hooks_are_not_run() -> None:
 
 def test_plain_layers_are_told_without_running_anything_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr("dcr.sources.state.saved_by", lambda module: calls.append("saved") or {})
+    monkeypatch.setattr("dcr.probing.state.saved_by", lambda module: calls.append("saved") or {})
     require_named(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2), nn.MultiheadAttention(2, 1)))
     assert not calls
 

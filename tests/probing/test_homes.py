@@ -12,7 +12,7 @@ from dcr.layout.frames import FrameSpec, Layout, Region
 from dcr.layout.schema import Schema, TensorSpec
 from dcr.loaders.module import ModuleLoader
 from dcr.loaders.native import NativeLoader
-from dcr.sources.homes import Homes
+from dcr.probing.homes import Homes
 
 
 class Model(torch.nn.Module):
