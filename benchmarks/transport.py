@@ -59,6 +59,7 @@ async def _follow(url: str, members: int, seconds: float, talk: Connection) -> N
         talk.send("ready")
         for _ in range(members):
             await taken.acquire()
+        talk.send("taken")
         seals.clear()
         await anyio.sleep(2.0)
         talk.send("idle")
@@ -76,6 +77,7 @@ async def _lead(url: str, versions: int, seconds: float, talk: Connection) -> di
     async with TRANSPORT.open(url) as run, run.sender() as sender:
         await anyio.to_thread.run_sync(talk.recv)
         await send_all(sender, attempt(identity(versions + 1), [b"x"], identity(versions)))
+        await anyio.to_thread.run_sync(talk.recv)  # a version that is committed before a member looks is not shown
         await run.ledger.swap(Head("kit", 1, identity(versions + 1), b"root"), (await run.ledger.read())[1])
         await anyio.to_thread.run_sync(talk.recv)
         began_s = time.process_time()
