@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Set
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -197,7 +197,7 @@ class _Link:
                 return
             case "late" if kind not in DURABLE:
                 assert fault
-                return self._storm.later(fault.amount, lambda: self._arrive(message))
+                return self._storm.later(fault.amount, lambda: self._arrive_late(message))
             case "stall":
                 assert fault
                 await anyio.sleep(fault.amount * TICK_S)
@@ -210,6 +210,10 @@ class _Link:
     async def _hand_over(self, message: Message) -> None:
         self._actor.require_alive()
         await self._arrive(message)
+
+    async def _arrive_late(self, message: Message) -> None:
+        with suppress(IncompleteError):  # its link may have been closed meanwhile: then it never arrives
+            await self._arrive(message)
 
     async def _arrive(self, message: Message) -> None:
         self._storm.history.sent(message)
