@@ -23,13 +23,10 @@ from anyio.from_thread import BlockingPortal
 from dcr.closing import is_process, require_process
 from dcr.errors import StateError, TimedOut
 from dcr.protocol.wire import Identity
-from dcr.publish import Answer, Report
-from dcr.publish import Publisher as AsyncPublisher
-from dcr.publish import Refit as AsyncRefit
+from dcr.publish import Answer, Publisher, Refit, Report
 from dcr.publish.options import WhenBusy
 from dcr.seams.required import WAIT, judge
-from dcr.subscribe import Subscriber as AsyncSubscriber
-from dcr.subscribe import Version as AsyncVersion
+from dcr.subscribe import Subscriber, Version
 
 T = TypeVar("T")
 
@@ -41,7 +38,7 @@ class Loop:
     survives a kill.
     """
 
-    def __init__(self, end: AsyncPublisher | AsyncSubscriber) -> None:
+    def __init__(self, end: Publisher | Subscriber) -> None:
         self._end = end
         self._kind = type(end).__name__.lower()
         self._portal: BlockingPortal | None = None
@@ -125,10 +122,10 @@ async def _serve(started: Future[BlockingPortal]) -> None:
         await portal.sleep_until_stopped()
 
 
-class Refit:
+class BlockingRefit:
     """`dcr.Refit`; every call blocks, for no longer than timeout_s where that is given."""
 
-    def __init__(self, loop: Loop, refit: AsyncRefit) -> None:
+    def __init__(self, loop: Loop, refit: Refit) -> None:
         self._loop = loop
         self._refit = refit
         self.version = refit.version
@@ -154,9 +151,9 @@ class publisher:  # noqa: N801 - reads as a function, as dcr.publisher does
     """`dcr.publisher` as a plain context manager; it takes the same arguments."""
 
     def __init__(self, url: str, **options: Any) -> None:
-        self._publisher = AsyncPublisher(url, **options)
+        self._publisher = Publisher(url, **options)
         self._loop = Loop(self._publisher)
-        self._begun: AsyncRefit | None = None  # by a call that was interrupted before it returned
+        self._begun: Refit | None = None  # by a call that was interrupted before it returned
 
     def open(self) -> publisher:
         """See `dcr.Publisher.open`."""
@@ -167,13 +164,13 @@ class publisher:  # noqa: N801 - reads as a function, as dcr.publisher does
         """See `dcr.Publisher.aclose`."""
         self._loop.close()
 
-    def publish(self, version: int | None = None, *, when_busy: WhenBusy | None = None) -> Refit:
+    def publish(self, version: int | None = None, *, when_busy: WhenBusy | None = None) -> BlockingRefit:
         """See `dcr.Publisher.publish`."""
         if self._begun is None or self._begun.version != version:
             self._loop.call(self._begin, version, when_busy)
         refit, self._begun = self._begun, None
         assert refit is not None
-        return Refit(self._loop, refit)
+        return BlockingRefit(self._loop, refit)
 
     async def _begin(self, version: int | None, when_busy: WhenBusy | None) -> None:
         self._begun = await self._publisher.publish(version, when_busy=when_busy)
@@ -212,10 +209,10 @@ class publisher:  # noqa: N801 - reads as a function, as dcr.publisher does
         self._loop.close(error)
 
 
-class Version:
+class BlockingVersion:
     """`dcr.Version`; install blocks."""
 
-    def __init__(self, loop: Loop, version: AsyncVersion) -> None:
+    def __init__(self, loop: Loop, version: Version) -> None:
         self._loop = loop
         self._version = version
         self.kind = version.kind
@@ -240,9 +237,9 @@ class subscriber:  # noqa: N801
     """`dcr.subscriber` as a plain context manager and iterator; it takes the same arguments."""
 
     def __init__(self, url: str, **options: Any) -> None:
-        self._subscriber = AsyncSubscriber(url, **options)
+        self._subscriber = Subscriber(url, **options)
         self._loop = Loop(self._subscriber)
-        self._given: AsyncVersion | None = None
+        self._given: Version | None = None
 
     def open(self) -> subscriber:
         """See `dcr.Subscriber.open`."""
@@ -277,7 +274,7 @@ class subscriber:  # noqa: N801
         """See `dcr.Subscriber.may_serve`."""
         return self._subscriber.may_serve
 
-    def next(self, *, timeout_s: float | None = None) -> Version:
+    def next(self, *, timeout_s: float | None = None) -> BlockingVersion:
         """Wait for the next version to install, for no longer than timeout_s; `next(versions)` waits without a limit.
 
         Raises:
@@ -290,12 +287,12 @@ class subscriber:  # noqa: N801
             except StopAsyncIteration:
                 raise StopIteration from None
         self._given = version
-        return Version(self._loop, version)
+        return BlockingVersion(self._loop, version)
 
-    def __iter__(self) -> Iterator[Version]:
+    def __iter__(self) -> Iterator[BlockingVersion]:
         return self
 
-    def __next__(self) -> Version:
+    def __next__(self) -> BlockingVersion:
         return self.next()
 
     def __enter__(self) -> subscriber:

@@ -20,7 +20,7 @@ CPUINFO = Path("/proc/cpuinfo")
 NVIDIA = Path("/proc/driver/nvidia/version")
 
 
-class Finding(msgspec.Struct, frozen=True):
+class Symptom(msgspec.Struct, frozen=True):
     """One thing that is slow (`fatal` false) or that cannot work (`fatal` true): why, and what helps."""
 
     what: str
@@ -29,7 +29,7 @@ class Finding(msgspec.Struct, frozen=True):
     fatal: bool = False
 
 
-class Report(msgspec.Struct, frozen=True):
+class Diagnosis(msgspec.Struct, frozen=True):
     """What this machine runs. `healthy` is false only if something cannot work; slow is still right."""
 
     healthy: bool
@@ -40,10 +40,10 @@ class Report(msgspec.Struct, frozen=True):
     cpus: int
     cpu_features: tuple[str, ...]
     gpu_driver: str | None
-    findings: tuple[Finding, ...]
+    findings: tuple[Symptom, ...]
 
 
-def examine(*, cpuinfo: Path = CPUINFO, nvidia: Path = NVIDIA) -> Report:
+def examine(*, cpuinfo: Path = CPUINFO, nvidia: Path = NVIDIA) -> Diagnosis:
     """Look at this process and its machine; needs no torch, no GPU and no privilege."""
     chosen, broken = _kernels()
     packages = {name: _version(name) for name in PACKAGES}
@@ -51,7 +51,7 @@ def examine(*, cpuinfo: Path = CPUINFO, nvidia: Path = NVIDIA) -> Report:
     driver = gpu_driver(nvidia)
     cpus = len(os.sched_getaffinity(0))
     findings = (*broken, *_missing(packages), *slow_kernels(chosen), *_few_cpus(cpus), *_idle_gpu(driver))
-    return Report(
+    return Diagnosis(
         healthy=not any(finding.fatal for finding in findings),
         kernels=chosen,
         python=platform.python_version(),
@@ -64,7 +64,7 @@ def examine(*, cpuinfo: Path = CPUINFO, nvidia: Path = NVIDIA) -> Report:
     )
 
 
-def render(report: Report) -> str:
+def render(report: Diagnosis) -> str:
     """The report as text, one thing a line."""
     features = " ".join(report.cpu_features) or "no known vector features"
     lines = [
@@ -100,23 +100,23 @@ def gpu_driver(nvidia: Path = NVIDIA) -> str | None:
         return find_library("cuda")
 
 
-def slow_kernels(chosen: dict[str, str]) -> list[Finding]:
+def slow_kernels(chosen: dict[str, str]) -> list[Symptom]:
     """What there is to say about kernels that load but are not the fast ones."""
     if chosen["implementation"] == "reference":
         what = "the numpy reference computes everything: exact, but tens of times slower than compiled kernels"
         remedy = "install a C++20 compiler, then dcr again, without -C cmake.define.DCR_NATIVE=OFF"
-        return [Finding(what, chosen["reason"], remedy)]
+        return [Symptom(what, chosen["reason"], remedy)]
     if chosen["level"] == "portable":
         why = "the vector kernels are for x86-64 with AVX2 or AVX-512, which this machine does not have"
-        return [Finding("compiled kernels run without vector instructions", why, "use a newer x86-64 machine")]
+        return [Symptom("compiled kernels run without vector instructions", why, "use a newer x86-64 machine")]
     return []
 
 
-def _kernels() -> tuple[dict[str, str], list[Finding]]:
+def _kernels() -> tuple[dict[str, str], list[Symptom]]:
     try:
         from dcr import kernels
     except ImportError as error:
-        finding = Finding("the kernels do not load", str(error), "install dcr again on this machine", fatal=True)
+        finding = Symptom("the kernels do not load", str(error), "install dcr again on this machine", fatal=True)
         return {"implementation": "none", "level": "none", "reason": "they do not load"}, [finding]
     return kernels.describe(), []
 
@@ -128,19 +128,19 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _missing(packages: dict[str, str | None]) -> list[Finding]:
+def _missing(packages: dict[str, str | None]) -> list[Symptom]:
     return [
-        Finding(f"{name} is not installed", "dcr needs it", "install dcr again, with its dependencies", fatal=True)
+        Symptom(f"{name} is not installed", "dcr needs it", "install dcr again, with its dependencies", fatal=True)
         for name, found in packages.items()
         if found is None
     ]
 
 
-def _few_cpus(cpus: int) -> list[Finding]:
+def _few_cpus(cpus: int) -> list[Symptom]:
     if cpus > 1:
         return []
     return [
-        Finding(
+        Symptom(
             "the stages of a refit share one CPU",
             "this process may run on one CPU only, so compare, compress and transfer cannot overlap",
             "give the process more CPUs (taskset, cgroup cpuset)",
@@ -148,11 +148,11 @@ def _few_cpus(cpus: int) -> list[Finding]:
     ]
 
 
-def _idle_gpu(driver: str | None) -> list[Finding]:
+def _idle_gpu(driver: str | None) -> list[Symptom]:
     if driver is None:
         return []
     return [
-        Finding(
+        Symptom(
             "the GPU is not used",
             "this version compares and applies on the host: it works on CPU storages only",
             "keep the weights that dcr reads and writes in host memory",

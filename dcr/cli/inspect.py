@@ -43,7 +43,7 @@ class MemberRow(msgspec.Struct, frozen=True):
     holds: int | None
 
 
-class Report(msgspec.Struct, frozen=True):
+class Inspection(msgspec.Struct, frozen=True):
     """A run. versions: newest first. problem: why an older one could not be read; None if all was."""
 
     url: str
@@ -57,7 +57,7 @@ class Report(msgspec.Struct, frozen=True):
     problem: str | None
 
 
-async def examine(url: str) -> Report:
+async def examine(url: str) -> Inspection:
     """Read a run.
 
     Raises:
@@ -69,7 +69,7 @@ async def examine(url: str) -> Report:
             raise NoRun(f"no run at {url}: nothing has been published there, or the path is wrong")
         rows, layout, problem = await _versions(run.store, head.identity)
         joins = await run.members()
-    return Report(
+    return Inspection(
         url=url,
         run=head.run,
         term=head.term,
@@ -120,7 +120,7 @@ def _row(link: Stored, layout: frames.Layout) -> VersionRow:
     )
 
 
-def render(report: Report) -> str:
+def render(report: Inspection) -> str:
     """The report as text."""
     lines = [
         f"run      {printable(report.run)} at {report.url}, term {report.term}",

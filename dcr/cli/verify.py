@@ -25,7 +25,7 @@ from dcr.stages.apply import sealed_digests
 READS = 5  # how often a checkpoint is read that is another one each time
 
 
-class Report(msgspec.Struct, frozen=True):
+class Verification(msgspec.Struct, frozen=True):
     """A checkpoint beside a run.
 
     head: the run's newest version. holds: the version that the checkpoint is, None if it is none that is stored.
@@ -41,7 +41,7 @@ class Report(msgspec.Struct, frozen=True):
     waived: tuple[str, ...]
 
 
-async def examine(url: str, folder: Path, *, waive: tuple[str, ...] = ()) -> Report:
+async def examine(url: str, folder: Path, *, waive: tuple[str, ...] = ()) -> Verification:
     """Read a checkpoint whole and compare its digests with those of the run's stored versions, newest first.
 
     Raises:
@@ -60,7 +60,7 @@ async def examine(url: str, folder: Path, *, waive: tuple[str, ...] = ()) -> Rep
     _, target, _ = sealed_digests(newest.seal, newest.sealed.body, layout)
     differing = np.flatnonzero((found != target).any(axis=1)).tolist()
     names = tuple(layout.schema.tensors[tensor].name for tensor in differing)
-    return Report(url, str(folder), head.identity.version, holds, root.hex(), names, waive)
+    return Verification(url, str(folder), head.identity.version, holds, root.hex(), names, waive)
 
 
 def digest_of(folder: Path, layout: Layout, waive: tuple[str, ...]) -> Lanes:
@@ -97,7 +97,7 @@ async def _version_of(store: Store, at: Identity | None, root: bytes) -> int | N
     return None
 
 
-def render(report: Report) -> str:
+def render(report: Verification) -> str:
     """The report as text."""
     if not report.differing:
         return f"{report.checkpoint} is version {report.head}, the head of {report.url}, in every byte"

@@ -30,7 +30,7 @@ SEEDS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class Exported:
     """One exported tensor: the boxes to it from row-major elements of its group's tensors, or why there are none."""
 
     spec: TensorSpec
@@ -39,7 +39,7 @@ class Found:
     reason: str = ""
 
 
-def certified(part: StandIns, maps: Maps | None = None) -> list[Found]:
+def certified(part: StandIns, maps: Maps | None = None) -> list[Exported]:
     """Every tensor that a group exports, with its boxes, from the digits or as declared, or why it has none.
 
     Raises:
@@ -49,7 +49,7 @@ def certified(part: StandIns, maps: Maps | None = None) -> list[Found]:
         return _certified(part, _probed(part) if maps is None else _declared(part, maps))
 
 
-def _probed(part: StandIns) -> Iterator[Found]:
+def _probed(part: StandIns) -> Iterator[Exported]:
     """What the digits show."""
     specs: dict[str, TensorSpec] = {}
     numbers: dict[str, Numbers] = {}
@@ -60,7 +60,7 @@ def _probed(part: StandIns) -> Iterator[Found]:
             numbers[name].add(tensor, part.base, place)
     for name, spec in specs.items():
         boxes, reason = _fitted(numbers.pop(name), spec, part)
-        yield Found(spec, part, boxes, reason)
+        yield Exported(spec, part, boxes, reason)
 
 
 def _fitted(numbers: Numbers, spec: TensorSpec, part: StandIns) -> tuple[list[tuple[int, Box]], str]:
@@ -75,15 +75,15 @@ def _fitted(numbers: Numbers, spec: TensorSpec, part: StandIns) -> tuple[list[tu
         return [], str(error)
 
 
-def _declared(part: StandIns, maps: Maps) -> Iterator[Found]:
+def _declared(part: StandIns, maps: Maps) -> Iterator[Exported]:
     """What maps say of the tensors that a group exports."""
     index = {name: position for position, one in enumerate(part.tensors) for name in one.names}
     for name, tensor in part.run(part.random(0)[1]):
         boxes = [(index[local], box) for local, box in maps.get(name, ()) if local in index]
-        yield Found(_spec(name, tensor), part, boxes, "" if name in maps else "no map was declared for it")
+        yield Exported(_spec(name, tensor), part, boxes, "" if name in maps else "no map was declared for it")
 
 
-def _certified(part: StandIns, found: Iterable[Found]) -> list[Found]:
+def _certified(part: StandIns, found: Iterable[Exported]) -> list[Exported]:
     """The same; where a byte of an export of random bits is not what the boxes say, with the reason and no boxes."""
     by_name = {one.spec.name: one for one in found}
     wrong = dict.fromkeys(by_name, 0)
@@ -104,7 +104,7 @@ def _certified(part: StandIns, found: Iterable[Found]) -> list[Found]:
     ]
 
 
-def _wrong(one: Found, memory: Sequence[Bits], tensor: torch.Tensor) -> int:
+def _wrong(one: Exported, memory: Sequence[Bits], tensor: torch.Tensor) -> int:
     """Bytes of an exported tensor that differ from what the boxes make of the stand-ins' memory."""
     canonical = bits_of(tensor)
     if _spec(one.spec.name, tensor) != one.spec:

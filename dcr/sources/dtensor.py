@@ -33,7 +33,7 @@ from dcr.seams import Residual
 from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
 from dcr.sources.mapped import MappedSource, Piece, demoted, shared, stored, united
 from dcr.sources.ranks import Peers
-from dcr.sources.residual import Group
+from dcr.sources.residual import ResidualGroup
 from dcr.sources.waivers import require_waivable
 
 SEEDS = (1, 2)
@@ -119,7 +119,7 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _ShardedTensor:
     """A canonical tensor; boxes take the row-major elements of this rank's part, which lie as `lies` says, to it."""
 
     spec: TensorSpec
@@ -129,7 +129,7 @@ class _Part:
     boxes: Sequence[Box]
 
 
-def _parts(module: torch.nn.Module, dtype: Dtypes, waive: Sequence[str]) -> list[_Part]:
+def _parts(module: torch.nn.Module, dtype: Dtypes, waive: Sequence[str]) -> list[_ShardedTensor]:
     owners = _owners(module, waive)
     asked = named_dtypes(dtype, [owner.names for owner in owners])
     known: dict[object, list[Box]] = {}
@@ -140,7 +140,7 @@ def _parts(module: torch.nn.Module, dtype: Dtypes, waive: Sequence[str]) -> list
             known[layout] = _boxes(owner.tensor)
         want = canonical_dtype(local.name, local.dtype, owner.is_parameter, asked)
         spec = TensorSpec(local.name, want, tuple(owner.tensor.shape), owner.names[1:])
-        parts.append(_Part(spec, owner, kind(local.name, local.dtype, want), local.own_box(), known[layout]))
+        parts.append(_ShardedTensor(spec, owner, kind(local.name, local.dtype, want), local.own_box(), known[layout]))
     return parts
 
 
@@ -190,7 +190,7 @@ def along(placement: Placement, d: int) -> Placement:
     return Replicate()
 
 
-def _certify(parts: Sequence[_Part]) -> dict[str, str]:
+def _certify(parts: Sequence[_ShardedTensor]) -> dict[str, str]:
     """The tensors of which a byte is not where the map says, and why they may not be used. Collective in their mesh."""
     seen: dict[object, int] = {}
     failed = {}
@@ -239,4 +239,4 @@ def _gathered(
         bits = bits_of(cast(DTensor, now()).full_tensor())
         return [reference.cast(bits, kind) if kind else bits]
 
-    return Group((number,), reasons[name], peers.rank == owner, inputs, export)
+    return ResidualGroup((number,), reasons[name], peers.rank == owner, inputs, export)

@@ -25,7 +25,7 @@ from dcr.layout.schema import PAIRS, Schema, TensorSpec
 from dcr.layout.views import Bits
 from dcr.probing.tensors import Tied
 from dcr.seams import Copy, Residual, Twins
-from dcr.sources.memory import Memory, aliased
+from dcr.sources.memory import SourceMemory, aliased
 from dcr.sources.ranks import Peers
 
 KEY_BYTES = 16
@@ -79,7 +79,7 @@ class MappedSource:
         proved: bool = False,
     ) -> None:
         peers = peers or Peers()
-        self._memory = Memory(tensors, find)
+        self._memory = SourceMemory(tensors, find)
         self.schema = schema
         self.residual = tuple(residual)
         _require_agreed(residual, peers)

@@ -35,7 +35,7 @@ class Borrowed(tuple[Bits, ...]):
     kept: Sequence[torch.UntypedStorage] = ()
 
 
-class Memory:
+class SourceMemory:
     """The tensors of one rank by name. Array i is that of tensors[i]; those of further names (aliases) follow.
 
     find: gives every name and its tensor as they are now, in host memory, without copying any.
@@ -147,7 +147,7 @@ class Memory:
             )
 
 
-def aliased(memory: Memory, tensors: Sequence[Tied], shards: Sequence[Shard]) -> list[Twins]:
+def aliased(memory: SourceMemory, tensors: Sequence[Tied], shards: Sequence[Shard]) -> list[Twins]:
     """The further names of tensors: published as one, so whenever they lie apart, they must hold the same.
 
     shards: of regions that lie in arrays of `tensors`.

@@ -14,7 +14,7 @@ from dcr.probing.state import require_named
 from dcr.probing.tensors import named, require_module, require_unflattened, tensors_of, tie_of
 from dcr.seams import Copy, Residual
 from dcr.sources.casts import Dtypes, canonical_dtype, kind, named_dtypes
-from dcr.sources.memory import Memory, aliased
+from dcr.sources.memory import SourceMemory, aliased
 from dcr.sources.waivers import require_waivable
 
 
@@ -54,7 +54,7 @@ class ModuleSource:
             for number, (tied, want) in enumerate(zip(tensors, wanted, strict=True))
         ]
         self.residual: Sequence[Residual] = ()
-        self._memory = Memory(tensors, lambda: ((name, tensor) for name, tensor, _ in named(module, waive)))
+        self._memory = SourceMemory(tensors, lambda: ((name, tensor) for name, tensor, _ in named(module, waive)))
         self.copies: Sequence[Copy] = ()
         self.twins = aliased(self._memory, tensors, self.shards)
 

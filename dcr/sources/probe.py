@@ -29,11 +29,11 @@ from dcr.probing.standins import BASE, Dress, Export, StandIns, base_of
 from dcr.probing.state import require_exportable, require_silent
 from dcr.probing.tensors import Tied, named, require_tensors, require_unflattened, tied
 from dcr.sources.casts import kind
-from dcr.sources.certificate import Found, Maps, certified
+from dcr.sources.certificate import Exported, Maps, certified
 from dcr.sources.dtensor import part_of
 from dcr.sources.mapped import MappedSource, Piece, Shares, covered, demoted, shared, stored, united
 from dcr.sources.ranks import Peers
-from dcr.sources.residual import Group
+from dcr.sources.residual import ResidualGroup
 from dcr.sources.waivers import require_waivable
 
 GROUP_ELEMS = BASE**2 - 1  # two digits are enough
@@ -216,8 +216,8 @@ def _stand_ins(groups: Iterable[list[Tied]], export: Export, dress: Dress, peers
         yield StandIns(number, some, export, sum(totals[: peers.rank]), sum(totals), base, dress)
 
 
-def _by_name(found: Iterable[Found]) -> dict[str, Found]:
-    by_name: dict[str, Found] = {}
+def _by_name(found: Iterable[Exported]) -> dict[str, Exported]:
+    by_name: dict[str, Exported] = {}
     for one in found:
         if one.spec.name in by_name:
             raise SchemaError(f"two groups export {one.spec.name}: pass `groups` that put their tensors together")
@@ -255,7 +255,7 @@ def _homes(local: Sequence[Tied], masters: Mapping[str, Span], peers: Peers) -> 
     return homes
 
 
-def _pieces(schema: Schema, found: Iterable[Found], homes: Mapping[str, _Home]) -> list[Piece]:
+def _pieces(schema: Schema, found: Iterable[Exported], homes: Mapping[str, _Home]) -> list[Piece]:
     """The boxes, from the live storages on."""
     number = {spec.name: position for position, spec in enumerate(schema.tensors)}
     pieces = []
@@ -271,12 +271,12 @@ def _pieces(schema: Schema, found: Iterable[Found], homes: Mapping[str, _Home]) 
 
 def _residual(
     schema: Schema,
-    found: Mapping[str, Found],
+    found: Mapping[str, Exported],
     failed: Mapping[str, str],
     parts: Sequence[StandIns],
     peers: Peers,
     now: Callable[[], Mapping[str, torch.Tensor]],
-) -> list[Group]:
+) -> list[ResidualGroup]:
     """What has no map, by the group that exports it and the first rank that does. Collective."""
     mine = {name: found[name].part.number for name in failed if name in found}
     homes: dict[str, tuple[int, int]] = {}
@@ -305,7 +305,7 @@ def _group(
     part: StandIns,
     now: Callable[[], Mapping[str, torch.Tensor]],
     owned: bool,
-) -> Group:
+) -> ResidualGroup:
     names = [schema.tensors[tensor].name for tensor in tensors]
 
     def inputs() -> Sequence[Bits]:
@@ -318,4 +318,4 @@ def _group(
             exported = {name: bits_of(tensor) for name, tensor in part.run(part.live(now())) if name in names}
         return [exported.get(name) for name in names]
 
-    return Group(tuple(tensors), "; ".join(sorted({failed[name] for name in names})), owned, inputs, export)
+    return ResidualGroup(tuple(tensors), "; ".join(sorted({failed[name] for name in names})), owned, inputs, export)

@@ -17,7 +17,7 @@ SLICE_ELEMS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class ResidualGroup:
     """One `dcr.seams.Residual`: what it reads, and how it is made.
 
     inputs: the live memory that the export reads, as flat unsigned arrays. export: makes the canonical bits, of what

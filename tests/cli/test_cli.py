@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dcr import kernels
 from dcr.cli import main
-from dcr.cli.doctor import Finding, Report, cpu_features, examine, gpu_driver, render, slow_kernels
+from dcr.cli.doctor import Diagnosis, Symptom, cpu_features, examine, gpu_driver, render, slow_kernels
 from dcr.errors import DigestMismatch
 from dcr.plugins import GROUPS
 
@@ -93,7 +93,7 @@ def test_plugins_as_json_has_every_group() -> None:
 def test_doctor_as_json_is_the_report_that_it_renders() -> None:
     result = CLI.invoke(main, ["doctor", "--json"])
     assert result.exit_code == 0
-    assert msgspec.json.decode(result.stdout, type=Report) == examine()
+    assert msgspec.json.decode(result.stdout, type=Diagnosis) == examine()
 
 
 def test_doctor_tells_the_versions_without_torch_being_imported() -> None:
@@ -159,5 +159,5 @@ def test_a_gpu_driver_is_reported_with_what_it_means(tmp_path: Path) -> None:
 
 def test_a_fatal_finding_is_rendered_as_broken() -> None:
     report = examine()
-    broken = msgspec.structs.replace(report, findings=(Finding("a", "b", "c", fatal=True), Finding("d", "e", "f")))
+    broken = msgspec.structs.replace(report, findings=(Symptom("a", "b", "c", fatal=True), Symptom("d", "e", "f")))
     assert "BROKEN: a\n  why: b\n  do:  c\n\nslow: d" in render(broken)

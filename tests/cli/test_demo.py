@@ -141,8 +141,8 @@ def test_the_loss_raises_the_probability_of_the_better_sample() -> None:
 
 
 def test_taking_samples_prefers_the_newest_and_removes_all(tmp_path: Path) -> None:
-    def group(version: int) -> samples.Group:
-        return samples.Group(
+    def group(version: int) -> samples.SampleGroup:
+        return samples.SampleGroup(
             np.full((4, 6), version, np.int64), np.ones(4, np.float32), np.zeros((4, 3), np.float32), version, version
         )
 

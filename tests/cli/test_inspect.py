@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import dcr
 from dcr.cli import main
-from dcr.cli.inspect import MemberRow, Report, render
+from dcr.cli.inspect import Inspection, MemberRow, render
 
 
 def run_of(folder: Path, *, versions: int = 3, anchor_every: int | None = None) -> str:
@@ -98,7 +98,7 @@ async def test_members_and_what_they_hold_are_shown(tmp_path: Path) -> None:
 
 def test_names_and_problems_cannot_break_a_line_or_colour_it() -> None:
     rows = (MemberRow("a\nmember   forged holds 7\x1b[31m", "1", None),)
-    text = render(Report("local:///r", "run\x1b[2J", 1, None, 0, 0, (), rows, "a name\nhead     version 9"))
+    text = render(Inspection("local:///r", "run\x1b[2J", 1, None, 0, 0, (), rows, "a name\nhead     version 9"))
     assert text.splitlines()[0] == r"run      run\x1b[2J at local:///r, term 1"
     assert text.splitlines()[-2:] == [
         r"member   a\nmember   forged holds 7\x1b[31m holds nothing",

@@ -80,12 +80,12 @@ class Trainer:
         return {name: tensor.reshape(shapes[name]).clone() for name, tensor in found.items()}
 
 
-def asked(refit: dcr.blocking.Refit, install: Callable[[], None]) -> None:
+def asked(refit: dcr.blocking.BlockingRefit, install: Callable[[], None]) -> None:
     refit.committed()
     install()
 
 
-def installed(refit: dcr.blocking.Refit, install: Callable[[], None]) -> None:
+def installed(refit: dcr.blocking.BlockingRefit, install: Callable[[], None]) -> None:
     install()
     refit.committed()
 

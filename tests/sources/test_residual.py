@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcr.sources import residual
-from dcr.sources.residual import Group, fingerprint
+from dcr.sources.residual import ResidualGroup, fingerprint
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -25,7 +25,7 @@ def test_a_flipped_bit_anywhere_changes_the_fingerprint(width: int, monkeypatch:
 
 def test_a_group_converts_what_its_inputs_hold_now() -> None:
     memory = np.array([1, 2], np.uint16)
-    group = Group((4,), "adds one", True, lambda: [memory], lambda: [memory + np.uint16(1)])
+    group = ResidualGroup((4,), "adds one", True, lambda: [memory], lambda: [memory + np.uint16(1)])
     before = group.fingerprint()
     memory[1] = 9
     assert group.fingerprint() != before

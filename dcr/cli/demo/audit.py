@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DumpedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor in a dump: N elements of `width` bytes at `offset` (bytes) in the bits file."""
 
     name: str
@@ -29,7 +29,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     member: str
     version: int
-    entries: tuple[Entry, ...]
+    entries: tuple[DumpedTensor, ...]
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class Difference(msgspec.Struct, frozen=True):
         return f"{self.tensor}[{self.index}]: trainer {self.expected}, receiver {self.found} ({self.count} differ)"
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class AuditResult(msgspec.Struct, frozen=True):
     """The result for one receiver."""
 
     member: str
@@ -64,12 +64,12 @@ def write_dump(
 ) -> None:
     """Write (name, dtype name, shape, integer view of N elements) of each tensor; the manifest comes last."""
     folder.mkdir(parents=True)
-    entries: list[Entry] = []
+    entries: list[DumpedTensor] = []
     offset = 0
     with (folder / "bits").open("wb") as out:
         for name, dtype, shape, bits in tensors:
             flat = np.ascontiguousarray(bits).reshape(-1)
-            entries.append(Entry(name, dtype, shape, flat.itemsize, offset, flat.size))
+            entries.append(DumpedTensor(name, dtype, shape, flat.itemsize, offset, flat.size))
             out.write(flat.data)
             offset += flat.nbytes
     (folder / "manifest.json").write_bytes(msgspec.json.encode(Manifest(member, version, tuple(entries))))
@@ -80,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
     return msgspec.json.decode((folder / "manifest.json").read_bytes(), type=Manifest)
 
 
-def read_bits(folder: Path, entry: Entry) -> npt.NDArray[np.unsignedinteger]:
+def read_bits(folder: Path, entry: DumpedTensor) -> npt.NDArray[np.unsignedinteger]:
     """The N elements of one tensor as unsigned integers of its width. Raises `ValueError` on a short file."""
     bits = np.fromfile(folder / "bits", dtype=f"<u{entry.width}", count=entry.elements, offset=entry.offset)
     if bits.size != entry.elements:
@@ -88,7 +88,7 @@ def read_bits(folder: Path, entry: Entry) -> npt.NDArray[np.unsignedinteger]:
     return bits
 
 
-def audit(trainer: Path, receiver: Path) -> Verdict:
+def audit(trainer: Path, receiver: Path) -> AuditResult:
     """Compare every tensor of one receiver's dump with the trainer's. Costs one pass over both files."""
     theirs, ours = read_manifest(trainer), read_manifest(receiver)
     held = {entry.name: entry for entry in ours.entries}
@@ -107,7 +107,7 @@ def audit(trainer: Path, receiver: Path) -> Verdict:
         differences.append(
             Difference("(version)", f"the trainer dumped version {theirs.version}, the receiver {ours.version}")
         )
-    return Verdict(
+    return AuditResult(
         member=ours.member,
         version=ours.version,
         tensors=len(theirs.entries),
@@ -117,7 +117,7 @@ def audit(trainer: Path, receiver: Path) -> Verdict:
     )
 
 
-def _compare(trainer: Path, entry: Entry, receiver: Path, mirror: Entry) -> Difference | None:
+def _compare(trainer: Path, entry: DumpedTensor, receiver: Path, mirror: DumpedTensor) -> Difference | None:
     if (entry.dtype, entry.shape, entry.width) != (mirror.dtype, mirror.shape, mirror.width):
         return Difference(
             entry.name, f"the trainer has {entry.dtype}{entry.shape}, the receiver {mirror.dtype}{mirror.shape}"

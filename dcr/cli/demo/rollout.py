@@ -19,7 +19,7 @@ FIRST_DELTA = 2
 DECODING = "decoding"  # as user's work
 
 
-class Engine:
+class ServingModel:
     """The serving copy and its generation, one decode step at a time; `pause` is held by whoever uses the weights."""
 
     def __init__(self, order: RolloutOrder, emit: stream.Emitter) -> None:
@@ -48,13 +48,15 @@ class Engine:
 
     def _hand_over(self, group: policy.Decoding, start_version: int, end_version: int) -> None:
         earned = policy.reward(group.tokens, self.model.sizes.prompt)
-        held = samples.Group(group.tokens.numpy(), earned.numpy(), group.logprobs.numpy(), start_version, end_version)
+        held = samples.SampleGroup(
+            group.tokens.numpy(), earned.numpy(), group.logprobs.numpy(), start_version, end_version
+        )
         samples.write(self._samples, self._member, self.groups, held)
 
 
 async def serve(order: RolloutOrder, emit: stream.Emitter) -> None:
     """Follow the trainer up to the last version, then write down every bit that is held."""
-    engine, folder = Engine(order, emit), Path(order.folder)
+    engine, folder = ServingModel(order, emit), Path(order.folder)
     async with (
         dcr.subscriber(
             order.url,
@@ -83,7 +85,7 @@ def flipping(url: str) -> FaultyTransport:
     return FaultyTransport(plugins.transport_for(url), on_receive=flip_one_chunk(FIRST_DELTA))
 
 
-async def install(version: dcr.Version, engine: Engine) -> None:
+async def install(version: dcr.Version, engine: ServingModel) -> None:
     """Move the live weights to a prepared version; only the scatter happens while generation is paused."""
     async with engine.pause:
         await version.install()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SampleGroup:
     """The samples of one prompt. The versions are those that drew the first and the last token."""
 
     tokens: npt.NDArray[np.int64]  # (B, T)
@@ -23,7 +23,7 @@ class Group:
     end_version: int
 
 
-def write(folder: Path, member: str, number: int, group: Group) -> None:
+def write(folder: Path, member: str, number: int, group: SampleGroup) -> None:
     """Hand over one group; `number` counts the groups of `member`."""
     draft = folder / f".{member}-{number:06d}.draft"
     with draft.open("wb") as out:
@@ -37,14 +37,14 @@ def write(folder: Path, member: str, number: int, group: Group) -> None:
     draft.rename(folder / f"{member}-{number:06d}.npz")
 
 
-def read(path: Path) -> Group:
+def read(path: Path) -> SampleGroup:
     """One group. Raises `OSError`, `ValueError` or `KeyError` for anything that `write` did not write."""
     with np.load(path, allow_pickle=False) as held:
         start, end = (int(number) for number in held["versions"])
-        return Group(held["tokens"], held["rewards"], held["logprobs"], start, end)
+        return SampleGroup(held["tokens"], held["rewards"], held["logprobs"], start, end)
 
 
-def take(folder: Path, count: int) -> tuple[list[Group], int] | None:
+def take(folder: Path, count: int) -> tuple[list[SampleGroup], int] | None:
     """The `count` newest groups and how many older ones were dropped; None if there are fewer. Removes the files."""
     waiting = sorted(folder.glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
     if len(waiting) < count:

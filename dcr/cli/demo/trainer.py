@@ -35,7 +35,7 @@ class Learner:
         warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS))
         return cls(model, optimizer, warm_up)
 
-    def forward_backward(self, groups: list[samples.Group]) -> tuple[float, float, float]:
+    def forward_backward(self, groups: list[samples.SampleGroup]) -> tuple[float, float, float]:
         """Gradients of the mean loss; returns the means of reward, importance ratio and clipped share."""
         self.optimizer.zero_grad(set_to_none=True)
         totals = torch.zeros(3)
@@ -84,7 +84,7 @@ async def train(order: TrainerOrder, emit: stream.Emitter) -> None:
     results.write(folder, "trainer", results.Result(steps=tuple(steps)))
 
 
-async def gather(folder: Path, count: int, *, poll_s: float = 0.01) -> tuple[list[samples.Group], int]:
+async def gather(folder: Path, count: int, *, poll_s: float = 0.01) -> tuple[list[samples.SampleGroup], int]:
     """The newest `count` groups, as soon as there are that many, and how many older ones were dropped."""
     while True:
         taken = await anyio.to_thread.run_sync(samples.take, folder, count)
